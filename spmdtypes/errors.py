@@ -1,0 +1,89 @@
+"""What is raised when a program cannot be checked: bad input, never a finding."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+_PACKAGE = Path(__file__).resolve().parent
+_LIBRARY = ("site-packages", "dist-packages", "<frozen", "<string>", "<__array_function__")
+
+
+class CannotCheck(Exception):
+    """Bad input, with the place in the user's source. `excerpt` is more lines to show (a caret)."""
+
+    def __init__(
+        self, message: str, file: str | Path | None = None, line: int | None = None, excerpt: str = ""
+    ) -> None:
+        self.message, self.file, self.line, self.excerpt = message, file, line, excerpt
+        super().__init__(message)
+
+    def __str__(self) -> str:
+        place = "" if self.file is None else f"{shown_path(self.file)}:{self.line or 1}: "
+        return f"{place}error: {self.message}" + (f"\n{self.excerpt}" if self.excerpt else "")
+
+    def at(self, file: str | Path | None, line: int | None) -> CannotCheck:
+        """The same with a place, unless it has one."""
+        if self.file is None:
+            self.file, self.line = file, line
+        return self
+
+
+def shown_path(path: str | Path) -> str:
+    """Relative to the working directory where that is shorter."""
+    try:
+        return str(Path(path).resolve().relative_to(Path.cwd()))
+    except (ValueError, OSError):
+        return str(path)
+
+
+def user_frame(tb: TracebackType | None, file: str | Path | None = None) -> tuple[str, int] | None:
+    """The innermost frame in `file`; failing that, the innermost outside us and installed packages."""
+    frames = [(f.filename, f.lineno or 1) for f in traceback.extract_tb(tb)]
+    own = [f for f in frames if file is not None and f[0] == str(file)]
+    if own:
+        return own[-1]
+    users = [f for f in frames if is_user_file(f[0])]
+    return users[-1] if users else None
+
+
+def is_user_file(filename: str) -> bool:
+    """Neither ours, nor Python's, nor an installed package's."""
+    if any(part in filename for part in _LIBRARY) or filename.startswith(sys.base_prefix + "/lib"):
+        return False
+    return not Path(filename).is_relative_to(_PACKAGE)
+
+
+def blame(error: BaseException, doing: str, file: str | Path | None = None, line: int = 1) -> CannotCheck:
+    """Turn whatever was raised while `doing` into one line about the user's file.
+
+    The place is the user's innermost frame, or `file:line` where the error has none.
+    """
+    if isinstance(error, CannotCheck):
+        return error.at(file, line)
+    place = user_frame(error.__traceback__, file) or (file, line)
+    excerpt = ""
+    if isinstance(error, SyntaxError) and error.filename:
+        place = (error.filename, error.lineno or 1)
+        text, excerpt = f"syntax error: {error.msg}", _caret(error)
+    elif isinstance(error, RecursionError):
+        text = f"{doing} recurses without end"
+    else:
+        message = getattr(error, "message", None) or str(error)
+        first = next((m.strip() for m in str(message).splitlines() if m.strip()), "")
+        excerpt = str(getattr(error, "excerpt", "") or "")
+        kind = "" if excerpt else f"{type(error).__name__}"
+        text = f"{doing}: " + ": ".join(p for p in (kind, first) if p)
+    result = CannotCheck(text, *place, excerpt)
+    result.__cause__ = error
+    return result
+
+
+def _caret(error: SyntaxError) -> str:
+    if not error.text or not error.offset:
+        return ""
+    line = error.text.rstrip("\n")
+    indent = len(line) - len(line.lstrip())
+    return f"    {line.strip()}\n    {' ' * max(error.offset - 1 - indent, 0)}^"
