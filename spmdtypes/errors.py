@@ -71,7 +71,7 @@ def blame(error: BaseException, doing: str, file: str | Path | None = None, line
     elif isinstance(error, RecursionError):
         text = f"{doing} recurses without end"
     else:
-        message = getattr(error, "message", None) or str(error)
+        message = getattr(error, "message", str(error))
         first = next((m.strip() for m in str(message).splitlines() if m.strip()), "")
         excerpt = str(getattr(error, "excerpt", "") or "")
         kind = "" if excerpt else f"{type(error).__name__}"

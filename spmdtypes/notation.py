@@ -208,7 +208,7 @@ class _Parser:
                 self.fail(f"dim of size 0 in {self.text!r}", column)
         elif not text.isidentifier() or keyword.iskeyword(text):
             self.fail(f"expected a dim (a name or a number), found {text!r}", column)
-        axes = []
+        axes: list[str] = []
         if text in REDUCTIONS and self.value == "@":
             self.fail(
                 f"{text!r} is a reduction, not a dim: write it after '|', as in '[] | {text}@axis'", column
