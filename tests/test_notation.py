@@ -112,12 +112,15 @@ def test_printing_and_parsing_are_inverse(t):
 
 @given(st.text(alphabet="bs12@:|;,<()[]. PIVR", max_size=12))
 def test_any_text_is_read_or_refused_with_a_column(text):
+    error = None
     try:
         t = parse(text)
     except NotationError as e:
-        assert 0 <= e.column <= len(text)
-    else:
+        error = e
+    if error is None:
         assert parse(format_type(t)) == t
+    else:
+        assert 0 <= error.column <= len(text)
 
 
 def test_free_dims_get_sizes_of_their_own():

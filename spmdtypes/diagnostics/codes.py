@@ -39,23 +39,23 @@ _ALL = (
         101,
         "partial sum where the complete value is expected",
         """Each rank holds one summand of the value; the sum over the mesh axis was never taken. It usually
-        begins where a sharded dim is contracted (row-parallel matmul, mean over a sharded dim) and
-        shows where the value is returned or meets a border declared complete. All-reduce it, or
-        reduce-scatter it when what follows is sharded.""",
+        begins where a sharded dim is contracted (row-parallel matmul, mean over a sharded dim) and shows
+        where the value is returned or meets a border declared complete. All-reduce it, or reduce-scatter
+        it when what follows is sharded.""",
     ),
     _code(
         102,
         "nonlinear function of a partial value",
-        """A pending sum was put through a function that does not pass sums through: f(a + b) is not
-        f(a) + f(b) for gelu, softmax, rsqrt, a norm, a comparison. Finish the sum first, then apply
-        the function.""",
+        """A pending sum was put through a function that does not pass sums through: f(a + b) is not f(a) +
+        f(b) for gelu, softmax, rsqrt, a norm, a comparison. Finish the sum first, then apply the
+        function.""",
     ),
     _code(
         103,
         "complete value added to a partial one",
-        """One operand of the sum is complete on every rank, the other still a summand. When the pending
-        sum is taken, the complete operand is counted once per rank. Reduce first and add after, or
-        let one rank alone (or 1/n of it on each) take part. Biases and residuals are the usual case.""",
+        """One operand of the sum is complete on every rank, the other still a summand. When the pending sum
+        is taken, the complete operand is counted once per rank. Reduce first and add after, or let one
+        rank alone (or 1/n of it on each) take part. Biases and residuals are the usual case.""",
     ),
     _code(
         104,
@@ -101,16 +101,16 @@ _ALL = (
     _code(
         302,
         "gradient off by a factor of an axis size",
-        """The gradient that the optimizer sees is the reference gradient times a product of axis sizes.
-        When some parameters have the factor and others not, training takes another path; a factor common to all
-        is a change of learning rate.""",
+        """The gradient that the optimizer sees is the reference gradient times a product of axis sizes. When
+        some parameters have the factor and others not, training takes another path; a factor common to
+        all is a change of learning rate.""",
     ),
     _code(
         303,
         "mean of the ranks' means",
-        """Each rank divides by its own count and the results are averaged. That is the global mean only when all
-        counts are equal; with masks, padding or uneven shards it is not. Sum numerators and counts over the
-        axis, divide once.""",
+        """Each rank divides by its own count and the results are averaged. That is the global mean only when
+        all counts are equal; with masks, padding or uneven shards it is not. Sum numerators and counts
+        over the axis, divide once.""",
     ),
     _code(
         401,
@@ -128,22 +128,23 @@ _ALL = (
     _code(
         403,
         "blocks put together in the wrong order or along the wrong dim",
-        """A gather, all-to-all, reshape or concatenation places the blocks so that the result is a permutation
-        of the global tensor: nested axes gathered in the wrong order, a rank-major buffer read as if it
-        were dim-major, a fused dim split before it was regrouped.""",
+        """A gather, all-to-all, reshape or concatenation places the blocks so that the result is a
+        permutation of the global tensor: nested axes gathered in the wrong order, a rank-major buffer
+        read as if it were dim-major, a fused dim split before it was regrouped.""",
     ),
     _code(
         404,
         "local index or size used as a global one",
-        """A position, offset or count from the local shard stands where the global one is meant: positions that
-        start at 0 on every rank, vocabulary ids not shifted by the rank's offset, slopes from the local heads.""",
+        """A position, offset or count from the local shard stands where the global one is meant: positions
+        that start at 0 on every rank, vocabulary ids not shifted by the rank's offset, slopes from the
+        local heads.""",
     ),
     _code(
         501,
         "random numbers that differ between replicas",
-        """A replicated value meets random numbers that are not the same on every rank that holds it
-        (dropout on replicated activations, noise, random initial values), so the replicas part. Draw
-        from a generator seeded alike over the axis.""",
+        """A replicated value meets random numbers that are not the same on every rank that holds it (dropout
+        on replicated activations, noise, random initial values), so the replicas part. Draw from a
+        generator seeded alike over the axis.""",
     ),
     _code(
         502,
@@ -167,8 +168,8 @@ _ALL = (
     _code(
         701,
         "parameter or optimizer state that is wrong after the step",
-        """After the step a parameter or a state (momentum, moving average, scale) no longer denotes what it did:
-        replicas have parted, or the update was computed from local statistics.""",
+        """After the step a parameter or a state (momentum, moving average, scale) no longer denotes what it
+        did: replicas have parted, or the update was computed from local statistics.""",
     ),
     _code(
         702,
@@ -178,8 +179,8 @@ _ALL = (
     _code(
         703,
         "clipping or norm that misses part of the gradient",
-        """The norm is taken over the local shards or counts replicated parameters several times, so ranks clip
-        differently or by the wrong amount. Sum squares over the axes that cut each parameter, once.""",
+        """The norm is taken over the local shards or counts replicated parameters several times, so ranks
+        clip differently or by the wrong amount. Sum squares over the axes that cut each parameter, once.""",
     ),
     _code(
         801,
@@ -191,25 +192,26 @@ _ALL = (
         901,
         "operation without a rule",
         """The checker has no description of the operation, so nothing is known about what follows from it.
-        Describe it with spmdtypes.rule, or let the program be tested by running it (the default for small ones).""",
+        Describe it with spmdtypes.rule, or let the program be tested by running it (the default for small
+        ones).""",
     ),
     _code(
         902,
         "part of the program that was not tested",
-        """The program could not be run on simulated ranks (too large, needs a device, too slow), so only what the
-        rules prove is known.""",
+        """The program could not be run on simulated ranks (too large, needs a device, too slow), so only
+        what the rules prove is known.""",
     ),
     _code(
         903,
         "program that could not be recorded",
-        """Recording stopped: the program reads a value that does not exist while recording, or leaves
-        what PyTorch can report.""",
+        """Recording stopped: the program reads a value that does not exist while recording, or leaves what
+        PyTorch can report.""",
     ),
     _code(
         904,
         "value that recording had to assume",
-        """The program's course depends on data (a count, a size, a comparison); recording went on with one value and
-        says so. The verdict holds for that course.""",
+        """The program's course depends on data (a count, a size, a comparison); recording went on with one
+        value and says so. The verdict holds for that course.""",
     ),
 )
 
