@@ -203,12 +203,14 @@ class Concat:
 class OpSpec:
     """`outs`: per output an `Out`, a layout move (`Reshape`, `Concat`), or None (no tensor).
     `sizes`: local extent (int or Lit) of variables that no operand dim determines.
-    `same`: pairs of variables of equal extent. `uses`: operands read for their shape only."""
+    `same`: pairs of variables of equal extent. `uses`: operands read for their shape only.
+    `assumes`: what must hold of the data for the description to be true, in user terms."""
 
     outs: tuple[Out | Reshape | Concat | None, ...]
     sizes: dict[Var, Any] = field(default_factory=dict)
     same: tuple[tuple[Var, Var], ...] = ()
     uses: tuple[tuple[int, tuple[Any, ...]], ...] = ()
+    assumes: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, *outs: Out | Reshape | Concat | None, **kw: Any) -> OpSpec:
