@@ -20,10 +20,15 @@ class Program:
     All types are written with GLOBAL sizes.
 
     `params` may name buffers. `output` says how the ranks' results make up the global one;
-    None: checked only through gradients. `grads` maps a mesh axis to what an outer wrapper does to
+    None: checked only through gradients. As a mapping, the module returns a dict with these
+    entries; those that require grad are back-propagated. `grads` maps a mesh axis to what an outer wrapper does to
     gradients afterwards ("sum" or "avg"); it leaves parameters sharded over that axis alone.
     `results` types entries of the dict `step` returns: a parameter's FQN defaults to its type in
     `params`, anything else to a replicated tensor.
+
+    `input_grads` are entries of `params` that the user's forward takes as arguments: inputs whose
+    gradients are checked too (messages call them by that). `assumptions` were made while the
+    contract was read, in user terms.
     """
 
     name: str
@@ -37,3 +42,5 @@ class Program:
     results: Mapping[str, Type] = field(default_factory=dict)
     file: Path | None = None
     line: int = 1
+    input_grads: tuple[str, ...] = ()
+    assumptions: tuple[str, ...] = ()

@@ -2,7 +2,7 @@
 
     b@dp s h                  dims by name; b is cut over dp, everything else replicated
     f32[8@dp@cp, 16]          a dtype and numbers; 8 is cut over dp (outermost), then cp
-    i64[b s] < 50             integers below 50
+    i64[b s] < 50             integers below 50; `< v` where v is a dim's name
     b@dp s h | tp:P           a pending sum over tp; also tp:P(avg), tp:I, tp:V, tp:R, avg@tp
     [] or f32[]               a scalar
     ... | tp:P                dims unknown
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import keyword
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import lru_cache
@@ -54,13 +54,15 @@ class Dim:
 @dataclass(frozen=True, slots=True)
 class Type:
     """A parsed type. `partial` maps an axis to "sum", "avg", "max", "min", "prod", "I" or "V".
-    `dims` is None when only the partial part was given (dims unknown). `limit`: integers in [0, limit)."""
+    `dims` is None when only the partial part was given (dims unknown). `limit`: integers in [0, limit);
+    until `bind`, `limit_dim` may name the dim that is the limit."""
 
     dims: tuple[Dim, ...] | None
     dtype: str | None = None
     partial: tuple[tuple[str, str], ...] = ()
     limit: int | None = None
     text: str = field(default="", compare=False)
+    limit_dim: str | None = None
 
     def __str__(self) -> str:
         return format_type(self)
@@ -157,11 +159,6 @@ class _Parser:
         self.seen.add(axis)
         return axis
 
-    def number(self, what: str) -> int:
-        if self.kind != "word" or not self.value.isdecimal():
-            self.fail(f"expected {what}, found {self.shown()}")
-        return int(self.take())
-
     def type(self) -> Type:
         dtype = self.dtype()
         bracket = self.accept("[")
@@ -172,11 +169,17 @@ class _Parser:
         partial = list(self.partials()) if bracket else []
         if bracket:
             self.expect("]", "the dims")
-        limit = self.number("a number after '<'") if self.accept("<") else None
+        limit, limit_dim = self.limit() if self.accept("<") else (None, None)
         partial += self.partials()
         if self.kind != "end":
             self.fail(f"expected a dim, '|' or the end, found {self.shown()}")
-        return Type(dims, dtype, tuple(p for p in partial if p[1] != "R"), limit, self.text)
+        pending = tuple(p for p in partial if p[1] != "R")
+        return Type(dims, dtype, pending, limit, self.text, limit_dim)
+
+    def limit(self) -> tuple[int | None, str | None]:
+        if self.kind == "word" and self.value.isdecimal():
+            return int(self.take()), None
+        return None, self.name("a number or the name of a dim after '<'")
 
     def dtype(self) -> str | None:
         kind, value, column = self.tokens[self.at]
@@ -273,7 +276,8 @@ def format_type(t: Type) -> str:
     dims = "..." if t.dims is None else " ".join(map(str, t.dims))
     if t.dtype or not dims:
         dims = f"{t.dtype or ''}[{dims}]"
-    limit = "" if t.limit is None else f" < {t.limit}"
+    bound = t.limit_dim if t.limit is None else t.limit
+    limit = "" if bound is None else f" < {bound}"
     partial = ", ".join(format_partial(axis, op) for axis, op in t.partial)
     return dims + limit + (f" | {partial}" if partial else "")
 
@@ -334,9 +338,9 @@ def check_divisible(t: Type, mesh: Mapping[str, int], sizes: Mapping[str, int]) 
             )
 
 
-# Attempt k makes every free dim a multiple of this too: constructors ask for even sizes, for a
-# whole number of heads, for powers of two.
-_GRAINS = (1, 4, 8, 32, 128)
+# Attempt k makes every free dim a multiple of this too: programs ask for even sizes, for a whole
+# number of heads, for powers of two.
+_GRAINS = (1, 4, 16, 64)
 ATTEMPTS = len(_GRAINS)
 
 
@@ -352,40 +356,58 @@ def resolve(
 
     A free dim gets a size of its own, different from every other one, at least two per block, and a
     multiple of the blocks every type cuts it into; later attempts (up to `ATTEMPTS`) use coarser
-    multiples, for programs that ask for more divisibility than their types say.
+    multiples, for programs that ask for more divisibility than their types say. `names` are further
+    sizes the program wants (a number of heads): later attempts make every free dim a multiple of them.
     """
     mesh, sizes = mesh or {}, dict(dims or {})
     for name, n in sizes.items():
         if not isinstance(n, int) or isinstance(n, bool) or n < 1:
             raise NotationError(f"dim {name} has size {n!r}: expected a positive number")
-    blocks: dict[str, int] = {}
-    for t in types.values():
-        check_axes(t, mesh)
-        for d in t.dims or ():
-            if isinstance(d.size, str):
-                blocks[d.size] = lcm(blocks.get(d.size, 1), ways(d.axes, mesh))
+    blocks = _blocks(types.values(), mesh)
+    extra = tuple(n for n in names if n not in blocks)
     numbers = {d.size for t in types.values() for d in t.dims or () if isinstance(d.size, int)}
     taken = {*sizes.values(), *numbers, *mesh.values(), 1}
-    for name in (*blocks, *(n for n in names if n not in blocks)):
-        if name in sizes:
-            continue
-        base = lcm(blocks.get(name, 1), _GRAINS[attempt])
-        size = 2 * base
-        while size in taken or size // blocks.get(name, 1) in taken:
-            size += base
-        sizes[name] = size
-        taken |= {size, size // blocks.get(name, 1)}
+    for name in extra:
+        if name not in sizes:
+            sizes[name] = _fresh(lcm(*mesh.values()), 1, taken)
+    wanted = (_GRAINS[attempt], *(sizes[n] for n in extra)) if attempt else (1,)
+    for name, k in blocks.items():
+        if name not in sizes:
+            sizes[name] = _fresh(lcm(k, *wanted), k, taken)
     for t in types.values():
         check_divisible(t, mesh, sizes)
     return sizes
 
 
+def _blocks(types: Iterable[Type], mesh: Mapping[str, int]) -> dict[str, int]:
+    """Into how many blocks each named dim is cut, over all types."""
+    blocks: dict[str, int] = {}
+    for t in types:
+        check_axes(t, mesh)
+        for d in t.dims or ():
+            if isinstance(d.size, str):
+                blocks[d.size] = lcm(blocks.get(d.size, 1), ways(d.axes, mesh))
+        if t.limit_dim:
+            blocks.setdefault(t.limit_dim, 1)
+    return blocks
+
+
+def _fresh(base: int, blocks: int, taken: set[int]) -> int:
+    """A multiple of `base` such that neither it nor its block is taken."""
+    size = 2 * base
+    while size in taken or size // blocks in taken:
+        size += base
+    taken |= {size, size // blocks}
+    return size
+
+
 def bind(t: Type, sizes: Mapping[str, int]) -> Type:
     """`t` with numbers for names."""
-    if t.dims is None:
-        return t
-    dims = tuple(Dim(sizes[d.size] if isinstance(d.size, str) else d.size, d.axes) for d in t.dims)
-    return replace(t, dims=dims)
+    limit = sizes[t.limit_dim] if t.limit_dim else t.limit
+    dims = t.dims
+    if dims is not None:
+        dims = tuple(Dim(sizes[d.size] if isinstance(d.size, str) else d.size, d.axes) for d in dims)
+    return replace(t, dims=dims, limit=limit, limit_dim=None)
 
 
 def global_shape(t: Type) -> tuple[int, ...]:
