@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
 import multiprocessing
 import os
@@ -30,7 +31,10 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from spmdtypes.diagnostics.finding import Finding
 
 ROOT = Path(__file__).resolve().parent.parent
 NEAR = 2  # lines
@@ -99,21 +103,18 @@ def check_twin(path: Path) -> Outcome:
 
     start = time.perf_counter()
     report = check_program(load_twin(path))
-    seconds = time.perf_counter() - start
+    seconds = round(time.perf_counter() - start, 3)
     errors = tuple(_plain(f, path) for f in report.findings if f.severity == "error")
     others = tuple(_plain(f, path) for f in report.findings if f.severity != "error")
-    return Outcome(errors, others, round(seconds, 3))
+    failure = "; ".join(report.failures) or None
+    return Outcome(errors, others, seconds, None if errors else failure)
 
 
-def _plain(finding: Any, path: Path) -> dict[str, Any]:
+def _plain(finding: Finding, path: Path) -> dict[str, Any]:
     """A finding as JSON data; `lines` are those of `path` that its span and notes name."""
-    spans = [finding.span, *(note.span for note in finding.notes)]
-    lines = sorted({s.line for s in spans if s is not None and _same_file(s.file, path)})
-    return {"code": finding.code, "message": finding.message, "lines": lines}
-
-
-def _same_file(name: str | Path, path: Path) -> bool:
-    return Path(name).resolve() == path.resolve()
+    spans = [finding.span, *(note.span for note in (*finding.notes, *finding.also))]
+    lines = sorted({s.line for s in spans if s is not None and Path(s.file).resolve() == path.resolve()})
+    return {"code": finding.code, "message": finding.message, "evidence": finding.evidence, "lines": lines}
 
 
 def isolated(path: Path, limit: float = LIMIT) -> Outcome:
@@ -235,8 +236,8 @@ def _import_once() -> None:
     torch.set_num_threads(1)
     # a failure here would be the same in every twin, and is told there
     with contextlib.suppress(Exception):
-        import benchmarks.corpus_format
-        import spmdtypes.checker  # noqa: F401
+        for name in ("benchmarks.corpus_format", "spmdtypes.checker"):
+            importlib.import_module(name)
 
 
 if __name__ == "__main__":
