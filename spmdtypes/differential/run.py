@@ -1,0 +1,165 @@
+"""The experiment: reference first, then all ranks, then the comparison."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from spmdtypes.contracts import Program
+from spmdtypes.differential import streams, values
+from spmdtypes.differential.compare import compare_seed, finite, merge
+from spmdtypes.differential.experiment import Border, Draw, Experiment, RankRun
+from spmdtypes.differential.layout import all_coords
+from spmdtypes.differential.process import Execution, execute
+from spmdtypes.differential.rank import Job, infer_types
+from spmdtypes.notation import Type
+
+
+def run(
+    program: Program,
+    *,
+    seeds: Sequence[int] = (0, 1, 2),
+    reference_mesh: Mapping[str, int] | None = None,
+    keep_values: bool = True,
+    timeout: float = 60,
+) -> Experiment:
+    """Run a program on all ranks and on its reference mesh and compare every border.
+
+    The reference mesh is the mesh of ones; when the program cannot run there, the smallest set of axes
+    that lets it run keeps its size. `reference_mesh` forces the choice.
+    """
+    start = time.monotonic()
+    mesh = dict(program.mesh)
+    seeds = tuple(seeds)
+    reference, kept = _reference(program, seeds, reference_mesh, keep_values, timeout)
+    small = {a: n if a in kept else 1 for a, n in mesh.items()}
+    types = _all_types(program, reference)
+    job = Job(program, mesh, seeds, types, keep_values=keep_values)
+    ranks = execute(job, timeout)
+    draws: list[Draw] = []
+    if reference.complete and ranks.complete:
+        ranks, draws = _with_reference_draws(job, ranks, reference, small, timeout)
+    found = Experiment(
+        mesh=mesh,
+        reference_mesh=small,
+        seeds=(),
+        ranks=_runs(ranks, mesh),
+        reference=_runs(reference, small),
+        kept_axes=kept,
+        divergence=ranks.divergence,
+        failures=ranks.failures,
+        crossed=ranks.crossed,
+        draws=tuple(draws),
+        tolerance=_tolerance(ranks, reference),
+    )
+    found.notes = _notes(found, reference)
+    if reference.complete:
+        _compare(found, program, types)
+    found.seconds = time.monotonic() - start
+    return found
+
+
+def _reference(
+    program: Program,
+    seeds: tuple[int, ...],
+    forced: Mapping[str, int] | None,
+    keep_values: bool,
+    timeout: float,
+) -> tuple[Execution, tuple[str, ...]]:
+    """The first mesh, from the mesh of ones upwards, on which the program runs; and the axes it keeps."""
+    axes = [a for a, n in program.mesh.items() if n > 1]
+    if forced is not None:
+        candidates = [tuple(a for a in axes if forced.get(a, 1) > 1)]
+    else:
+        candidates = [c for k in range(len(axes) + 1) for c in itertools.combinations(axes, k)]
+    first: Execution | None = None
+    for kept in candidates:
+        mesh = {a: n if a in kept else 1 for a, n in program.mesh.items()}
+        got = execute(Job(program, mesh, seeds, keep_values=keep_values), timeout)
+        if got.complete:
+            return got, kept
+        first = first or got
+    assert first is not None
+    return first, tuple(axes) if forced is None else candidates[0]
+
+
+def _all_types(program: Program, reference: Execution) -> dict[str, Type]:
+    """The declared types, and replicated ones for parameters without."""
+    untyped = next((o.untyped for o in reference.outcomes[0]), {})
+    return {**infer_types(untyped, untyped), **program.params}
+
+
+def _with_reference_draws(
+    job: Job, ranks: Execution, reference: Execution, small: Mapping[str, int], timeout: float
+) -> tuple[Execution, list[Draw]]:
+    """The run again with the reference's random numbers, if that makes a difference."""
+    draws: list[Draw] = []
+    by_seed: dict[int, list[streams.Substitution]] = {}
+    again = False
+    for i, seed in enumerate(job.seeds):
+        mine = [r[i].noted for r in ranks.outcomes]
+        theirs = [r[i].noted for r in reference.outcomes]
+        by_seed[seed], found = streams.plan(mine, theirs, job.mesh, small)
+        draws = draws or found
+        again = again or streams.changes_anything(mine, by_seed[seed])
+    return (execute(replace(job, draws=by_seed), timeout) if again else ranks), draws
+
+
+def _runs(execution: Execution, mesh: Mapping[str, int]) -> list[RankRun]:
+    out = []
+    for rank, (coords, outcomes) in enumerate(zip(all_coords(mesh), execution.outcomes)):
+        error = next((f for f in execution.failures if f.rank == rank), None)
+        run_ = RankRun(rank, coords, error)
+        for o in outcomes:
+            run_.borders[o.seed] = o.borders
+            run_.shapes = run_.shapes or o.shapes
+        out.append(run_)
+    return out
+
+
+def _tolerance(*executions: Execution) -> float:
+    """Rounding of the lowest precision the program used, with room for other orders of summation."""
+    eps = max((o.eps for e in executions for r in e.outcomes for o in r), default=0.0)
+    return max(1e-6, 64 * eps)
+
+
+def _notes(found: Experiment, reference: Execution) -> tuple[str, ...]:
+    notes = []
+    if found.kept_axes and not found.tested_axes:
+        notes.append("the program runs only at its full size; no axis was tested")
+    elif found.kept_axes:
+        notes.append(f"the reference keeps {', '.join(found.kept_axes)} at full size")
+    for f in reference.failures[:1]:
+        notes.append(f"the reference fails: {f.error}: {f.message}")
+    return tuple(notes)
+
+
+def _compare(found: Experiment, program: Program, types: Mapping[str, Type]) -> None:
+    """Fill in the borders from the seeds that count."""
+    kept: list[int] = []
+    by_seed: list[dict[str, Border]] = []
+    all_seeds = [s for s in found.reference[0].borders if all(s in r.borders for r in found.ranks)]
+    for seed in all_seeds:
+        reference = [r.borders[seed] for r in found.reference]
+        ranks = [r.borders[seed] for r in found.ranks]
+        if not finite(reference) or (by_seed and not finite(ranks)):
+            found.notes += (f"seed {seed} does not count: not all values are finite",)
+            continue
+        kept.append(seed)
+        by_seed.append(
+            compare_seed(
+                program, types, found.mesh, ranks, found.reference_mesh, reference, seed, found.tolerance
+            )
+        )
+    found.seeds = tuple(kept)
+    found.borders = merge(by_seed)
+    if not found.tested_axes:
+        found.borders = {n: replace(b, kind="untested") for n, b in found.borders.items()}
+
+
+__all__ = ["math", "run", "torch", "values"]

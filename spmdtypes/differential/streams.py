@@ -1,0 +1,115 @@
+"""Which random numbers the ranks get, so that a right program draws what the reference draws.
+
+Ranks whose streams are equal over an axis draw replicated numbers there; ranks whose streams differ
+over an axis are meant to draw the parts of a sharded tensor. Where that fits the shapes the ranks get
+the reference's numbers, whole or in blocks. Where it does not, they keep their own, and a program that
+draws the same numbers for different shards, or different ones for a replica, comes out wrong.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from spmdtypes.differential.experiment import Draw
+from spmdtypes.differential.layout import all_coords, span
+from spmdtypes.differential.watch import Noted
+
+Key = tuple[Any, ...]
+Substitution = dict[int, torch.Tensor]  # number of a rank's draw -> values
+
+
+def plan(
+    ranks: Sequence[Sequence[Noted]],
+    reference: Sequence[Sequence[Noted]],
+    mesh: Mapping[str, int],
+    reference_mesh: Mapping[str, int],
+) -> tuple[list[Substitution], list[Draw]]:
+    """Per rank the draws to replace, and an account of every draw of the program."""
+    substitutions: list[Substitution] = [{} for _ in ranks]
+    draws: list[Draw] = []
+    keyed = [_by_place(r) for r in ranks]
+    theirs = [_by_place(r) for r in reference]
+    free = tuple(a for a in mesh if reference_mesh[a] == 1 and mesh[a] > 1)
+    coords = all_coords(mesh)
+    for key in dict.fromkeys(k for r in keyed for k in r):
+        if any(key not in r for r in keyed) or any(key not in r for r in theirs):
+            continue
+        indices = [r[key] for r in keyed]
+        noted = [ranks[i][n] for i, n in enumerate(indices)]
+        wanted = [reference[i][r[key]] for i, r in enumerate(theirs)]
+        differing = tuple(a for a in free if _streams_differ(noted, coords, a))
+        cut = _cut(noted[0].shape, wanted[0].shape, differing, mesh)
+        treatment = "own" if cut is None else "block" if differing else "same"
+        draws.append(
+            Draw(noted[0].op, noted[0].shape, wanted[0].shape, differing, treatment,
+                 noted[0].frames, differing if cut else ())
+        )  # fmt: skip
+        if cut is None:
+            continue
+        for r, c in enumerate(coords):
+            source = wanted[_reference_rank(c, reference_mesh)].value
+            if (
+                source is None
+                or source.dtype != (noted[r].value if noted[r].value is not None else source).dtype
+            ):
+                continue
+            where = tuple(slice(*span(n, axes, c, mesh)) for n, axes in zip(source.shape, cut))
+            part = source[where]
+            if tuple(part.shape) == noted[r].shape:
+                substitutions[r][indices[r]] = part.clone()
+    return substitutions, draws
+
+
+def changes_anything(ranks: Sequence[Sequence[Noted]], substitutions: Sequence[Substitution]) -> bool:
+    """Whether some rank would get other numbers than it drew by itself."""
+    return any(
+        noted[k].value is None or not torch.equal(noted[k].value, new)  # type: ignore[arg-type]
+        for noted, by_index in zip(ranks, substitutions)
+        for k, new in by_index.items()
+    )
+
+
+def _by_place(noted: Sequence[Noted]) -> dict[Key, int]:
+    """Draws keyed by op, place in the source, and how often they came from there."""
+    seen: dict[Key, int] = defaultdict(int)
+    out: dict[Key, int] = {}
+    for i, n in enumerate(noted):
+        if n.initial:
+            continue
+        place = (n.op, n.frames[:4])
+        out[(*place, seen[place])] = i
+        seen[place] += 1
+    return out
+
+
+def _streams_differ(noted: Sequence[Noted], coords: Sequence[Mapping[str, int]], axis: str) -> bool:
+    lines: dict[Key, set[str]] = defaultdict(set)
+    for n, c in zip(noted, coords):
+        lines[tuple(v for a, v in c.items() if a != axis)].add(n.stream)
+    return any(len(s) > 1 for s in lines.values())
+
+
+def _cut(
+    local: Sequence[int], whole: Sequence[int], axes: Sequence[str], mesh: Mapping[str, int]
+) -> tuple[tuple[str, ...], ...] | None:
+    """Which dims the axes cut, all of them used: axes in mesh order go to dims from the left."""
+    if len(local) != len(whole):
+        return None
+    for assignment in itertools.product(range(len(whole)), repeat=len(axes)):
+        cut = tuple(tuple(a for a, d in zip(axes, assignment) if d == dim) for dim in range(len(whole)))
+        first = dict.fromkeys(mesh, 0)
+        if all(span(n, c, first, mesh)[1] == m for n, m, c in zip(whole, local, cut)):
+            return cut
+    return None
+
+
+def _reference_rank(coords: Mapping[str, int], reference_mesh: Mapping[str, int]) -> int:
+    rank = 0
+    for axis, n in reference_mesh.items():
+        rank = rank * n + (coords[axis] if n > 1 else 0)
+    return rank
