@@ -361,7 +361,7 @@ def resolve(
     """
     mesh, sizes = mesh or {}, dict(dims or {})
     for name, n in sizes.items():
-        if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+        if not is_size(n):
             raise NotationError(f"dim {name} has size {n!r}: expected a positive number")
     blocks = _blocks(types.values(), mesh)
     extra = tuple(n for n in names if n not in blocks)
@@ -377,6 +377,10 @@ def resolve(
     for t in types.values():
         check_divisible(t, mesh, sizes)
     return sizes
+
+
+def is_size(n: object) -> bool:
+    return isinstance(n, int) and not isinstance(n, bool) and n > 0
 
 
 def _blocks(types: Iterable[Type], mesh: Mapping[str, int]) -> dict[str, int]:

@@ -1,0 +1,27 @@
+"""A mesh to construct modules on: one process, no communication, all of it undone afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from spmdtypes.errors import CannotCheck
+
+
+@contextmanager
+def scratch_mesh(sizes: Mapping[str, int]) -> Iterator[DeviceMesh]:
+    """Rank 0's `DeviceMesh` of these sizes under the fake process group; random state is restored."""
+    if dist.is_initialized():
+        raise CannotCheck("a process group is initialised already: check in a process of its own")
+    with torch.random.fork_rng(devices=[]):
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=prod(sizes.values()))
+        try:
+            yield init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        finally:
+            dist.destroy_process_group()
