@@ -220,12 +220,12 @@ def _cotangent(
 
 
 def _gradient(p: torch.nn.Parameter) -> torch.Tensor:
-    """As an optimizer reads it; none counts as zero, a pending DTensor is reduced."""
+    """As an optimizer reads it; none counts as zero, a DTensor is laid out as its parameter."""
     g: Any = p.grad
     if g is None:
         return torch.zeros_like(_local(p)).detach()
-    if hasattr(g, "placements") and any(x.is_partial() for x in g.placements):
-        g = g.redistribute(placements=p.placements if hasattr(p, "placements") else None)
+    if hasattr(g, "placements") and g.placements != (placements := getattr(p, "placements", None)):
+        g = g.redistribute(placements=placements)
     return _copy(g)
 
 
