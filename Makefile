@@ -37,7 +37,9 @@ bench: $(VENV)/.test
 	$(BIN)/python benchmarks/speed.py
 
 docs: $(VENV)/.package
-	$(BIN)/python tools/write_codes.py docs/codes.md
+	$(BIN)/python tools/write_codes.py
+	$(BIN)/python -m pip install --quiet $(TORCH) --editable ".[docs]"
+	$(BIN)/mkdocs build --quiet
 
 .venv: $(VENV)/.package
 
