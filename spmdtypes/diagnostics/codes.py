@@ -71,6 +71,12 @@ _ALL = (
         if it were the same everywhere. Reduce, gather or broadcast it over the axis.""",
     ),
     _code(
+        106,
+        "value that is not what one device computes",
+        """Running the ranks gives another value than the same program on one device, and no rule explains
+        why. The notes say where the value first loses its relation to the reference.""",
+    ),
+    _code(
         201,
         "gradient that is a partial sum: a reduction is missing in backward",
         """The gradient a rank holds covers only its own part (its heads, its tokens, its columns) and no
@@ -91,6 +97,12 @@ _ALL = (
         """Part of the gradient does not reach its parameter: a collective that autograd does not see cuts
         the graph (all_gather into buffers, in-place ops on detached data), or a gather whose backward
         keeps the own slice without summing what the other ranks contribute.""",
+    ),
+    _code(
+        204,
+        "gradient that is not what one device computes",
+        """Running the ranks gives another gradient than the same program on one device, and no rule explains
+        why. The notes say where the gradient first loses its relation to the reference.""",
     ),
     _code(
         301,

@@ -1,0 +1,345 @@
+"""From verdicts to findings: one cause, one finding, told in the user's terms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from spmdtypes.borders import Mismatch, factor_number
+from spmdtypes.contracts import Program
+from spmdtypes.core.infer import Inference
+from spmdtypes.diagnostics.finding import Finding, Note, Span
+from spmdtypes.graph import Frame, Graph, Node, Ref
+from spmdtypes.verdict import Verdict
+
+_MAX_NOTES = 10
+_OF_PROBLEM = {
+    "nonlinear": "SPMD102",
+    "mix": "SPMD103",
+    "product": "SPMD104",
+    "layout": "SPMD401",
+    "axis": "SPMD402",
+    "scale": "SPMD301",
+    "rank": "SPMD105",
+    "random": "SPMD501",
+}
+
+
+@dataclass
+class Cause:
+    """What several borders have in common: why they are wrong, and where that began."""
+
+    code: str
+    axes: tuple[str, ...]
+    nodes: list[tuple[int, str]] = field(default_factory=list)  # where it began, with a sentence each
+    verdicts: list[Verdict] = field(default_factory=list)
+
+
+def compose(
+    verdicts: Sequence[Verdict],
+    program: Program,
+    inference: Inference,
+    suspects: Mapping[str, Sequence[tuple[int, str]]],
+) -> list[Finding]:
+    """Findings for the wrong borders. `suspects[border]`: where the experiment saw it go wrong."""
+    causes: dict[object, Cause] = {}
+    for v in verdicts:
+        if v.status != "wrong":
+            continue
+        cause = _cause(v, program, inference, suspects.get(v.border, ()))
+        known = causes.setdefault(_key(cause, v, inference.graph), cause)
+        known.verdicts.append(v)
+        if known is not cause:
+            known.nodes += [n for n in cause.nodes if n not in known.nodes]
+    return [_finding(c, program, inference) for c in _primary(list(causes.values()), inference.graph)]
+
+
+def _key(cause: Cause, v: Verdict, graph: Graph) -> object:
+    """Borders with equal keys share their cause: the same place, or the same omission for several gradients."""
+    if v.problem is not None:
+        return (v.problem.node,)
+    if v.border.startswith("grad:") or not cause.nodes:
+        return (cause.code, cause.axes)
+    return tuple(place(graph, graph.nodes[n])[:1] for n, _ in cause.nodes[:1])
+
+
+def _primary(causes: list[Cause], graph: Graph) -> list[Cause]:
+    """A wrong forward value makes gradients wrong too: those are consequences, told with it."""
+    forward = [c for c in causes if any(not v.border.startswith("grad:") for v in c.verdicts)]
+    if not forward:
+        return causes
+    lead = min(forward, key=lambda c: c.nodes[0][0] if c.nodes else len(graph.nodes))
+    kept = []
+    for c in causes:
+        began = c.nodes[0][0] if c.nodes else len(graph.nodes)
+        follows = c is not lead and _reaches(graph, lead, began)
+        if c is lead or not (follows or c not in forward):
+            kept.append(c)
+        else:
+            lead.verdicts += c.verdicts
+    return kept
+
+
+def _reaches(graph: Graph, lead: Cause, node: int) -> bool:
+    """Does the value at `node` depend on one where `lead` began?"""
+    targets = {n for n, _ in lead.nodes}
+    seen: set[int] = set()
+    stack = [node] if node < len(graph.nodes) else []
+    while stack:
+        n = stack.pop()
+        if n in targets:
+            return True
+        if n in seen:
+            continue
+        seen.add(n)
+        stack += [r.node for r in graph.nodes[n].refs()]
+    return not targets
+
+
+def _cause(
+    v: Verdict, program: Program, inference: Inference, suspects: Sequence[tuple[int, str]]
+) -> Cause:
+    if v.problem is not None and v.problem.error.kind in _OF_PROBLEM:
+        p = v.problem
+        nodes = [(p.node, p.error.message)]
+        for ref in p.operands:
+            for axis in sorted(p.error.axes):
+                nodes += [x for x in _became(inference, ref, axis) if x not in nodes]
+        code = _OF_PROBLEM[p.error.kind]
+        if code == "SPMD501" and "same" in p.error.message:
+            code = "SPMD502"
+        return Cause(code, tuple(sorted(p.error.axes)), nodes)
+    if v.mismatch is not None and v.ref is not None and v.mismatch.kind != "varying":
+        nodes = []
+        for axis in v.mismatch.axes:
+            nodes += [x for x in _became(inference, v.ref, axis) if x not in nodes]
+        return Cause(_mismatch_code(v, program), v.mismatch.axes, nodes or list(suspects[:3]))
+    return Cause(_tested_code(v), _tested_axes(v), list(suspects[:4]))
+
+
+def _became(inference: Inference, ref: Ref, axis: str) -> list[tuple[int, str]]:
+    return list(inference.became(ref, axis))
+
+
+def _mismatch_code(v: Verdict, program: Program) -> str:
+    m = v.mismatch
+    assert m is not None
+    kind, _, key = v.border.partition(":")
+    gradient = kind == "grad"
+    if m.kind == "partial":
+        if gradient:
+            return "SPMD201"
+        if kind == "result":
+            return "SPMD701" if key in program.params else "SPMD702"
+        return "SPMD101"
+    if m.kind == "double":
+        return "SPMD202" if gradient else "SPMD301"
+    if m.kind == "scale":
+        grown = bool(m.factor) and all(k > 0 for _, k in m.factor)
+        if gradient:
+            return "SPMD202" if grown else "SPMD302"
+        return "SPMD301"
+    return "SPMD203" if gradient else "SPMD403"
+
+
+def _tested_code(v: Verdict) -> str:
+    kind, _, _ = v.border.partition(":")
+    t = v.tested
+    if kind == "grad":
+        return "SPMD302" if t is not None and t.ratio is not None else "SPMD204"
+    if t is not None and t.kind == "replicas differ":
+        return "SPMD701" if kind in ("result", "param") else "SPMD105"
+    return "SPMD301" if t is not None and t.ratio is not None else "SPMD106"
+
+
+def _tested_axes(v: Verdict) -> tuple[str, ...]:
+    if v.problem is not None:
+        return tuple(sorted(v.problem.error.axes))
+    return v.mismatch.axes if v.mismatch is not None else ()
+
+
+# -- places -------------------------------------------------------------------------------------
+
+
+def place(graph: Graph, node: Node) -> tuple[Frame, ...]:
+    """User frames that say where a node comes from, innermost first: for a node of autograd's own
+    backward, those of its forward op."""
+    own = graph.frames(node)
+    if node.phase not in ("backward", "recompute"):
+        return own
+    forward: tuple[Frame, ...] = ()
+    stack = getattr(node, "forward_stack", 0)
+    if stack:
+        forward = graph.stacks[stack]
+    elif node.forward is not None:
+        forward = graph.frames(graph.nodes[node.forward])
+    inside = own[: _inside_backward(own)]
+    return inside + forward if inside else forward or own
+
+
+def _inside_backward(frames: Sequence[Frame]) -> int:
+    """How many innermost frames run within a backward function written by the user."""
+    for i, f in enumerate(frames):
+        if f.function.rpartition(".")[2] == "backward":
+            return i + 1
+    return 0
+
+
+def backward_call(graph: Graph, node: Node) -> Frame | None:
+    """Where the user started the backward pass this node belongs to."""
+    own = graph.frames(node)
+    rest = own[_inside_backward(own) :]
+    return rest[0] if node.phase in ("backward", "hook") and rest else None
+
+
+# -- findings -----------------------------------------------------------------------------------
+
+
+def _finding(cause: Cause, program: Program, inference: Inference) -> Finding:
+    graph = inference.graph
+    lead = cause.verdicts[0]
+    notes: list[Note] = []
+    span: Span | None = None
+    for node, sentence in cause.nodes:
+        frames = place(graph, graph.nodes[node])
+        if not frames:
+            continue
+        if span is None:
+            span = Span.of(frames[0])
+        notes.append(Note(Span.of(frames[0]), sentence))
+        notes += [Note(Span.of(f), f"called from {f.function.rpartition('.')[2]}") for f in frames[1:3]]
+    notes += _context(cause, graph, lead)
+    if span is None and program.file is not None:
+        span = Span(str(program.file), program.line)
+    return Finding(
+        code=cause.code,
+        severity="error",
+        message=_message(cause, lead, program),
+        span=span,
+        notes=tuple(_distinct(notes))[:_MAX_NOTES],
+        evidence=_evidence(cause.verdicts),
+        axes=cause.axes,
+        border=lead.border,
+        also=tuple(Note(None, _also(v, program)) for v in cause.verdicts[1:6]),
+    )
+
+
+def _evidence(verdicts: Iterable[Verdict]) -> str:  # type: ignore[return]
+    order = ("proved", "tested", "assumed", "unknown")
+    return min((v.evidence for v in verdicts), key=order.index)
+
+
+def _distinct(notes: Iterable[Note]) -> list[Note]:
+    seen: set[object] = set()
+    kept = []
+    for n in notes:
+        key = (n.span.file, n.span.line) if n.span is not None else n.text
+        if key not in seen:
+            seen.add(key)
+            kept.append(n)
+    return kept
+
+
+def _context(cause: Cause, graph: Graph, lead: Verdict) -> list[Note]:
+    """Collectives that bear on the cause: those whose result nobody uses, and those on the way."""
+    notes = []
+    for node in _unused_collectives(graph):
+        frames = graph.frames(node)
+        if frames and node.comm is not None and (not cause.axes or set(node.comm.axes) & set(cause.axes)):
+            over = ", ".join(node.comm.axes)
+            notes.append(Note(Span.of(frames[0]), f"the result of this {node.comm.kind} over {over} is not used"))
+    if lead.ref is not None:
+        border = graph.nodes[lead.ref.node]
+        for node in _collectives_on_path(graph, lead.ref, limit=3):
+            frames = place(graph, node)
+            if frames and node.comm is not None:
+                over = ", ".join(node.comm.axes) or "its group"
+                notes.append(Note(Span.of(frames[0]), f"{node.comm.kind} over {over} on the way"))
+        call = backward_call(graph, border)
+        if call is not None:
+            notes.append(Note(Span.of(call), "backward starts here"))
+    return notes
+
+
+def _unused_collectives(graph: Graph) -> list[Node]:
+    used = {r.node for n in graph.nodes for r in n.refs()} | {r.node for r in graph.outputs.values()}
+    quiet = ("barrier", "send")
+    return [n for n in graph.nodes if n.comm is not None and n.id not in used and n.comm.kind not in quiet]
+
+
+def _collectives_on_path(graph: Graph, ref: Ref, limit: int) -> list[Node]:
+    """The last collectives a value went through, nearest first."""
+    found, queue, seen = [], [ref.node], set()
+    while queue and len(found) < limit:
+        n = queue.pop(0)
+        if n in seen:
+            continue
+        seen.add(n)
+        node = graph.nodes[n]
+        if node.comm is not None:
+            found.append(node)
+            continue
+        if len(seen) < 60:
+            queue += [r.node for r in node.refs()]
+    return found
+
+
+# -- sentences ----------------------------------------------------------------------------------
+
+
+def subject(border: str, program: Program) -> str:
+    kind, _, key = border.partition(":")
+    if kind == "grad":
+        shown = key if key not in program.input_grads else f"input {key}"
+        return f"the gradient of {shown}"
+    if kind == "param":
+        return f"{key} after the step"
+    if kind == "result":
+        return f"{key} after the step" if key in program.params else f'the result "{key}"'
+    rest = border.removeprefix("output").lstrip(".")
+    return f'the output "{rest}"' if rest else "the output"
+
+
+def _over(axes: Sequence[str]) -> str:
+    return " and ".join(axes)
+
+
+def _message(cause: Cause, lead: Verdict, program: Program) -> str:
+    what = subject(lead.border, program)
+    if lead.problem is not None and cause.code in _OF_PROBLEM.values() or cause.code == "SPMD502":
+        assert lead.problem is not None
+        return f"{what} is wrong: {lead.problem.error.message}"
+    if lead.mismatch is not None and lead.mismatch.kind != "varying":
+        return _mismatch_message(what, lead.mismatch, lead, program.mesh)
+    return f"{what} {_tested_sentence(lead)}"
+
+
+def _mismatch_message(what: str, m: Mismatch, v: Verdict, mesh: Mapping[str, int]) -> str:
+    over = _over(m.axes)
+    if m.kind == "partial":
+        return f"{what} is a partial sum over {over}: every rank holds only its own share"
+    if m.kind == "double":
+        times = factor_number(m.factor, mesh)
+        return f"{what} is complete on every rank of {over}, but is reduced over it once more: {times} times too large"
+    if m.kind == "scale":
+        times = factor_number(m.factor, mesh)
+        size = f"{times} times too large" if times > 1 else f"{1 / times} times too small"
+        return f"{what} is {size} (a factor of the size of {over})"
+    return f'{what} is laid out as "{v.actual}" where "{v.expected}" is declared'
+
+
+def _tested_sentence(v: Verdict) -> str:
+    t = v.tested
+    if t is None:
+        return "is not what one device computes"
+    if t.ratio is not None:
+        return f"is {t.ratio:.6g} times what one device computes"
+    if t.kind == "replicas differ":
+        return f"differs between ranks that should hold the same (relative difference {max(t.spread, t.error):.2g})"
+    if t.kind in ("shape", "missing"):
+        return f"has no proper value on every rank ({t.detail or t.kind})"
+    return f"is not what one device computes (relative error {t.error:.2g})"
+
+
+def _also(v: Verdict, program: Program) -> str:
+    return f"{subject(v.border, program)} {_tested_sentence(v) if v.tested is not None else 'is wrong'}"
