@@ -166,12 +166,12 @@ class _Builder:
         self._refuse_unknown(wanted, named | set(self.declared.dims))
         defaults = {a.name: int(a.default) for a in wanted if is_size(a.default)}
         names = tuple(a.name for a in wanted if a.required)
-        dims: dict[str, int] = defaults | dict(self.declared.dims)
+        dims = {**defaults, **self.declared.dims}
         try:
             return resolve(types, dims, self.mesh, names=names, attempt=attempt)
         except NotationError as e:
-            line = next((lines[n] for n, t in types.items() if t.text == e.text and n in lines), None)
-            raise CannotCheck(e.message, self.entry.file, line or self.entry.line, e.excerpt) from e
+            places = [lines[n] for n, t in types.items() if e.text and t.text == e.text and n in lines]
+            raise CannotCheck(e.message, self.entry.file, (*places, self.entry.line)[0], e.excerpt) from e
 
     def _constructor(self) -> tuple[Argument, ...]:
         """Arguments of the constructor, the mesh and those in `init` left out."""

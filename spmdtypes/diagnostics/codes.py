@@ -186,7 +186,7 @@ _ALL = (
     _code(
         702,
         "metric that is one rank's value",
-        """What is logged or returned is computed from this rank's data alone. Reduce it over the data axes.""",
+        """What is logged or returned comes from this rank's data alone. Reduce it over the data axes.""",
     ),
     _code(
         703,

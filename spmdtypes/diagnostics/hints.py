@@ -1,0 +1,275 @@
+"""The mend, worded in the dialect of the user's own file.
+
+`hint(mend, ...)` is what the checker calls: it knows what has to happen (sum over tp after line 13);
+this module knows how the file would write it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from spmdtypes.diagnostics.finding import Span
+from spmdtypes.diagnostics.source import source_lines
+
+Dialect = Literal["spmd_types", "megatron", "dtensor", "functional", "nn_functional", "autograd", "raw"]
+Kind = Literal[
+    "all_reduce",
+    "copy",
+    "reduce_scatter",
+    "all_gather",
+    "broadcast",
+    "reduce_grad",
+    "drop",
+    "drop_backward",
+    "move_axis",
+    "scale",
+    "sum_then_divide",
+    "add_after",
+    "reduce_one",
+    "reorder",
+    "offset",
+    "same_seed",
+    "own_seed",
+    "same_calls",
+]
+
+_SIGNS: tuple[tuple[Dialect, str], ...] = (
+    ("spmd_types", r"\bspmd_types\b"),
+    ("megatron", r"\bmegatron\b|(reduce_from|copy_to|gather_from|scatter_to)_\w*(model_parallel|region)\w*"),
+    ("dtensor", r"\bDTensor\b|\bdistribute_tensor\b|\bparallelize_module\b|\.redistribute\("),
+    ("functional", r"_functional_collectives|\bfuncol\."),
+    ("nn_functional", r"torch\.distributed\.nn\b|\bdist\.nn\."),
+    ("autograd", r"autograd\.Function\b"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Mend:
+    """What has to happen. `tensor` in the user's words ("y", "the result of line 13"); `after` and
+    `before` are places; `factor` a text such as "dp"; `wrong` the axis that was used."""
+
+    kind: Kind
+    axis: str
+    tensor: str = "it"
+    after: Span | None = None
+    before: Span | None = None
+    factor: str | None = None
+    wrong: str | None = None
+    dim: int | None = None
+    op: str = "sum"
+
+
+_SUMS_AGAIN = (
+    "; its backward sums too, so where all ranks use the result alike take an autograd.Function with "
+    "an identity backward"
+)
+
+
+def dialect_of(source: str) -> Dialect:
+    """How a file speaks of collectives; raw `dist` calls are the default."""
+    for dialect, sign in _SIGNS:
+        if re.search(sign, source):
+            return dialect
+    return "raw"
+
+
+def autograd_functions(source: str) -> list[tuple[str, str, str]]:
+    """(name, forward body, backward body) of the file's autograd Functions."""
+    found = []
+    pattern = r"^class (\w+)\([^)]*\bFunction\):\n((?:[ \t]+.*\n|\s*\n)*)"
+    for m in re.finditer(pattern, source + "\n", re.MULTILINE):
+        forward, _, backward = m[2].partition("def backward")
+        found.append((m[1], forward, backward))
+    return found
+
+
+def _communicates(body: str) -> bool:
+    return re.search(r"all_reduce|reduce_scatter|all_gather|all_to_all|broadcast|reduce\(", body) is not None
+
+
+def own_function(source: str, forward: str, backward: str) -> str | None:
+    """The file's own Function with that behaviour: "all_reduce" or "" (identity) each way."""
+    for name, f, b in autograd_functions(source):
+        if all(
+            want in body and _communicates(body) == bool(want) for want, body in ((forward, f), (backward, b))
+        ):
+            return name
+    return None
+
+
+def hint(mend: Mend, file: str | None = None) -> str:
+    """One or two lines that say what to write, and where."""
+    at = mend.after or mend.before
+    name = file or (at.file if at else None)
+    source = "\n".join(source_lines(name)) if name else ""
+    return _WORDS[mend.kind](mend, dialect_of(source), source)
+
+
+def _where(m: Mend) -> str:
+    if m.after is not None:
+        return f" after line {m.after.line}"
+    return f" before line {m.before.line}" if m.before is not None else ""
+
+
+def _group(m: Mend) -> str:
+    return f'mesh.get_group("{m.axis}")'
+
+
+def _call(m: Mend, dialect: Dialect, table: dict[Dialect, str]) -> str:
+    """The call in this dialect; raw is spoken in all of them."""
+    words = table.get(dialect, table["raw"])
+    return words.format(t=m.tensor, axis=m.axis, group=_group(m), dim=m.dim or 0, op=m.op)
+
+
+def _all_reduce(m: Mend, dialect: Dialect, source: str) -> str:
+    own = own_function(source, "all_reduce", "") if m.op == "sum" else None
+    what = f"{m.op} {m.tensor} over {m.axis}{_where(m)}"
+    if own and dialect in ("autograd", "raw"):
+        return f"{what}: {own}.apply({m.tensor}, {_group(m)})"
+    table: dict[Dialect, str] = {
+        "spmd_types": 'all_reduce({t}, "{axis}", src=P, dst=I)',
+        "megatron": "reduce_from_tensor_model_parallel_region({t})",
+        "dtensor": "{t}.redistribute(placements=[Replicate()]) on {axis}",
+        "functional": 'all_reduce({t}, "{op}", {group})' + _SUMS_AGAIN,
+        "nn_functional": "torch.distributed.nn.functional.all_reduce({t}, group={group})" + _SUMS_AGAIN,
+        "autograd": "an autograd.Function: dist.all_reduce in forward, identity in backward",
+        "raw": "dist.all_reduce({t}, group={group}), between parameters and the loss inside an "
+        "autograd.Function (all-reduce in forward, identity in backward)",
+    }
+    return f"{what}: {_call(m, dialect, table)}"
+
+
+def _copy(m: Mend, dialect: Dialect, source: str) -> str:
+    own = own_function(source, "", "all_reduce")
+    what = f"sum the gradient of {m.tensor} over {m.axis}"
+    where = _where(m)
+    if own and dialect in ("autograd", "raw"):
+        return f"{what}: {m.tensor} = {own}.apply({m.tensor}, {_group(m)}){where}"
+    table: dict[Dialect, str] = {
+        "spmd_types": 'reinterpret({t}, "{axis}", src=I, dst=R)',
+        "megatron": "copy_to_tensor_model_parallel_region({t})",
+        "dtensor": "DTensor.from_local({t}, mesh, [Replicate()]).to_local(grad_placements=[Partial()])",
+        "raw": "{t} through an autograd.Function with identity forward and "
+        "dist.all_reduce(grad, group={group}) in backward (copy to the {axis} region)",
+    }
+    return f"{what}: {_call(m, dialect, table)}{where}"
+
+
+def _reduce_scatter(m: Mend, dialect: Dialect, source: str) -> str:
+    table: dict[Dialect, str] = {
+        "spmd_types": 'reduce_scatter({t}, "{axis}", src=P, dst=S({dim}))',
+        "megatron": "reduce_scatter_to_sequence_parallel_region({t})",
+        "dtensor": "{t}.redistribute(placements=[Shard({dim})]) on {axis}",
+        "functional": 'reduce_scatter_tensor({t}, "{op}", {dim}, {group})',
+        "raw": "dist.reduce_scatter_tensor in forward, dist.all_gather_into_tensor in backward, "
+        "along dim {dim}",
+    }
+    return f"{m.op} {m.tensor} over {m.axis} and keep the own block{_where(m)}: {_call(m, dialect, table)}"
+
+
+def _all_gather(m: Mend, dialect: Dialect, source: str) -> str:
+    table: dict[Dialect, str] = {
+        "spmd_types": 'all_gather({t}, "{axis}", src=S({dim}), dst=R)',
+        "megatron": "gather_from_sequence_parallel_region({t})",
+        "dtensor": "{t}.redistribute(placements=[Replicate()]) on {axis}",
+        "functional": "all_gather_tensor({t}, {dim}, {group})",
+        "raw": "dist.all_gather_into_tensor in forward; in backward reduce-scatter where ranks use the "
+        "result differently, the own block where they use it alike",
+    }
+    return f"gather dim {m.dim or 0} of {m.tensor} over {m.axis}{_where(m)}: {_call(m, dialect, table)}"
+
+
+def _broadcast(m: Mend, dialect: Dialect, source: str) -> str:
+    return (
+        f"make {m.tensor} the same on every rank of {m.axis}{_where(m)}: dist.broadcast or dist.all_reduce it"
+    )
+
+
+def _reduce_grad(m: Mend, dialect: Dialect, source: str) -> str:
+    return (
+        f"reduce the gradient of {m.tensor} over {m.axis} before the optimizer reads it: "
+        f"dist.all_reduce({m.tensor}.grad, group={_group(m)}), a hook that does, or a wrapper over {m.axis}"
+    )
+
+
+def _drop(m: Mend, dialect: Dialect, source: str) -> str:
+    return f"{m.tensor} is complete over {m.axis} already: leave out the reduction{_at(m)}"
+
+
+def _drop_backward(m: Mend, dialect: Dialect, source: str) -> str:
+    own = own_function(source, "all_reduce", "")
+    use = (
+        f"{own}.apply" if own else "an autograd.Function with all-reduce in forward and identity in backward"
+    )
+    return f"the gradient is complete over {m.axis} already: use {use}{_at(m)}"
+
+
+def _move_axis(m: Mend, dialect: Dialect, source: str) -> str:
+    wrong = f", not {m.wrong}" if m.wrong else ""
+    return f"the collective{_at(m)} should run over {m.axis}{wrong}: pass {_group(m)}"
+
+
+def _scale(m: Mend, dialect: Dialect, source: str) -> str:
+    return f"multiply {m.tensor} by {m.factor or f'1/{m.axis}'}{_at(m)}"
+
+
+def _sum_then_divide(m: Mend, dialect: Dialect, source: str) -> str:
+    return f"sum numerator and count over {m.axis} first, then divide once{_at(m)}"
+
+
+def _add_after(m: Mend, dialect: Dialect, source: str) -> str:
+    return f"add {m.tensor} after the sum over {m.axis}, or on one rank of {m.axis} only"
+
+
+def _reduce_one(m: Mend, dialect: Dialect, source: str) -> str:
+    return f"sum {m.tensor} over {m.axis} before it is used{_at(m)}"
+
+
+def _reorder(m: Mend, dialect: Dialect, source: str) -> str:
+    return f"gather the inner axis first and the outer axis last, along the dim that is cut{_at(m)}"
+
+
+def _offset(m: Mend, dialect: Dialect, source: str) -> str:
+    return f'add the offset of this rank\'s block: mesh.get_local_rank("{m.axis}") * the local size{_at(m)}'
+
+
+def _same_seed(m: Mend, dialect: Dialect, source: str) -> str:
+    return f"draw from a generator that is seeded alike on every rank of {m.axis}{_at(m)}"
+
+
+def _own_seed(m: Mend, dialect: Dialect, source: str) -> str:
+    return f'fold the coordinate mesh.get_local_rank("{m.axis}") into the seed{_at(m)}'
+
+
+def _same_calls(m: Mend, dialect: Dialect, source: str) -> str:
+    return f"let every rank of {m.axis} issue the same collectives in the same order{_at(m)}"
+
+
+def _at(m: Mend) -> str:
+    span = m.before or m.after
+    return f" (line {span.line})" if span is not None else ""
+
+
+_WORDS: dict[Kind, Callable[[Mend, Dialect, str], str]] = {
+    "all_reduce": _all_reduce,
+    "copy": _copy,
+    "reduce_scatter": _reduce_scatter,
+    "all_gather": _all_gather,
+    "broadcast": _broadcast,
+    "reduce_grad": _reduce_grad,
+    "drop": _drop,
+    "drop_backward": _drop_backward,
+    "move_axis": _move_axis,
+    "scale": _scale,
+    "sum_then_divide": _sum_then_divide,
+    "add_after": _add_after,
+    "reduce_one": _reduce_one,
+    "reorder": _reorder,
+    "offset": _offset,
+    "same_seed": _same_seed,
+    "own_seed": _own_seed,
+    "same_calls": _same_calls,
+}
