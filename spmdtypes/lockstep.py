@@ -53,7 +53,10 @@ def simulate(graph: Graph, feed: Callable[[Node, Coords], torch.Tensor]) -> dict
         else:
             call = _overload(node.op)
             results = [
-                call(*(_local(a, i, c, values) for a in node.args), **{k: _local(a, i, c, values) for k, a in node.kwargs.items()})
+                call(
+                    *(_local(a, i, c, values) for a in node.args),
+                    **{k: _local(a, i, c, values) for k, a in node.kwargs.items()},
+                )
                 for i, c in enumerate(coords)
             ]
         for out in range(len(node.outs)):

@@ -96,9 +96,7 @@ def _reaches(graph: Graph, lead: Cause, node: int) -> bool:
     return not targets
 
 
-def _cause(
-    v: Verdict, program: Program, inference: Inference, suspects: Sequence[tuple[int, str]]
-) -> Cause:
+def _cause(v: Verdict, program: Program, inference: Inference, suspects: Sequence[tuple[int, str]]) -> Cause:
     if v.problem is not None and v.problem.error.kind in _OF_PROBLEM:
         p = v.problem
         nodes = [(p.node, p.error.message)]
@@ -247,7 +245,9 @@ def _context(cause: Cause, graph: Graph, lead: Verdict) -> list[Note]:
         frames = graph.frames(node)
         if frames and node.comm is not None and (not cause.axes or set(node.comm.axes) & set(cause.axes)):
             over = ", ".join(node.comm.axes)
-            notes.append(Note(Span.of(frames[0]), f"the result of this {node.comm.kind} over {over} is not used"))
+            notes.append(
+                Note(Span.of(frames[0]), f"the result of this {node.comm.kind} over {over} is not used")
+            )
     if lead.ref is not None:
         border = graph.nodes[lead.ref.node]
         for node in _collectives_on_path(graph, lead.ref, limit=3):

@@ -1,0 +1,332 @@
+"""From a program to a report: capture, align, infer, test, judge."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+
+from spmdtypes.borders import averaged_axes, expected_types, without_axes
+from spmdtypes.contracts import Program
+from spmdtypes.core.denotation import Denotation, RuleError
+from spmdtypes.core.infer import Inference, Oracle, infer
+from spmdtypes.diagnostics.compose import compose, place
+from spmdtypes.diagnostics.finding import Finding, Note, Span, in_order
+from spmdtypes.differential import Border, Divergence, Experiment
+from spmdtypes.graph import Graph
+from spmdtypes.notation import Type
+from spmdtypes.ops import registry
+from spmdtypes.report import Report
+from spmdtypes.verdict import Verdict, judge
+
+
+@dataclass(frozen=True)
+class Options:
+    """`test`: run the ranks for real when the program is small enough (`max_ranks`, `max_elements` of all
+    inputs and parameters together). `seeds` of those runs."""
+
+    test: bool = True
+    seeds: tuple[int, ...] = (0, 1, 2)
+    max_ranks: int = 16
+    max_elements: int = 2_000_000
+    timeout: float = 60.0
+
+
+@dataclass
+class _Run:
+    """One pass: a graph relative to a reference that keeps `kept` axes, and what was learnt."""
+
+    inference: Inference
+    verdicts: list[Verdict]
+    experiment: Experiment | None = None
+    kept: tuple[str, ...] = ()
+    notes: list[str] = field(default_factory=list)
+
+
+def check_program(program: Program, options: Options | None = None) -> Report:
+    """Does `program` compute on its mesh what it computes on the mesh of ones?"""
+    options = options or Options()
+    start = time.perf_counter()
+    if options.test and testable(program, options):
+        report = _check_tested(program, options)
+    else:
+        report = _check_proved(program)
+    return replace(report, seconds=time.perf_counter() - start)
+
+
+def testable(program: Program, options: Options) -> bool:
+    """Small enough to run every rank for real?"""
+    sizes = [_numel(t) for t in (*program.inputs.values(), *program.params.values())]
+    return (
+        prod(program.mesh.values()) <= options.max_ranks
+        and None not in sizes
+        and sum(s or 0 for s in sizes) <= options.max_elements
+    )
+
+
+def _numel(t: Type) -> int | None:
+    sizes = [d.size for d in t.dims or ()]
+    return prod(int(s) for s in sizes) if all(isinstance(s, int) for s in sizes) else None
+
+
+# -- by experiment and rules --------------------------------------------------------------------
+
+
+def _check_tested(program: Program, options: Options) -> Report:
+    from spmdtypes import differential
+
+    found = differential.run(program, seeds=options.seeds, timeout=options.timeout)
+    if found.divergence is not None:
+        return _report(program, [_diverging(found.divergence, program)], Counter(), None, found)
+    if found.failures:
+        f = found.failures[0]
+        at = f"{f.frames[0].file}:{f.frames[0].line}: " if f.frames else f"{program.file}:{program.line}: "
+        return Report(program.name, failures=(f"{at}error: {f.error}: {f.message}",), file=str(program.file))
+    run = _infer_tested(program, found)
+    means = _means_of_means(run.inference)
+    if means and any(v.status == "wrong" for v in run.verdicts):
+        # These ranks' means are averaged by declaration: test the other axes against a reference
+        # that keeps these, and rely on the rules for them.
+        kept = tuple(a for a in program.mesh if a in means or a in found.kept_axes)
+        mesh = {a: n if a in kept else 1 for a, n in program.mesh.items()}
+        again = differential.run(program, seeds=options.seeds, reference_mesh=mesh, timeout=options.timeout)
+        run = _infer_tested(program, again)
+        run.verdicts = [_assumed(v) for v in run.verdicts]
+    findings = _findings(program, run)
+    return _report(program, findings, _counts(run.verdicts), run.inference, run.experiment)
+
+
+def _assumed(v: Verdict) -> Verdict:
+    return replace(v, evidence="assumed") if v.status == "right" else v
+
+
+def _infer_tested(program: Program, found: Experiment) -> _Run:
+    from spmdtypes.capture.align import align
+
+    mesh = {a: n for a, n in found.mesh.items() if a not in found.kept_axes}
+    first = found.ranks[0].graph
+    assert first is not None
+    aligned = align(
+        first, found.reference[0].graph, [r.graph for r in found.ranks[1:] if r.graph is not None]
+    )
+    types = _border_types(program, aligned.graph, found.kept_axes)
+    graph = aligned.graph
+    run = _Run(_infer(program, graph, mesh, found.kept_axes, None), [], found, found.kept_axes)
+    run.verdicts = _judge(types, run.inference, mesh, found.borders)
+    if any(v.status != "right" or v.evidence == "tested" for v in run.verdicts):
+        informed = _infer(program, graph, mesh, found.kept_axes, found.oracle())
+        informed.assumptions += [a for a in run.inference.assumptions if a not in informed.assumptions]
+        run.inference = informed
+        run.verdicts = _judge(types, informed, mesh, found.borders)
+    return run
+
+
+def _border_types(program: Program, graph: Graph, kept: Sequence[str]) -> dict[str, Type]:
+    types = expected_types(program, graph.outputs)
+    return {k: without_axes(t, kept, program.mesh) for k, t in types.items()}
+
+
+def _judge(
+    types: Mapping[str, Type], inference: Inference, mesh: Mapping[str, int], tested: Mapping[str, Border]
+) -> list[Verdict]:
+    names = [*types, *(b for b in tested if b not in types)]
+    return [judge(b, types.get(b, Type(())), inference, mesh, tested.get(b)) for b in names]
+
+
+def _infer(
+    program: Program,
+    graph: Graph,
+    mesh: Mapping[str, int],
+    kept: Sequence[str],
+    oracle: Oracle | None,
+) -> Inference:
+    shown = replace_mesh(graph, mesh)
+    inputs = input_denotations(program, graph, mesh, kept)
+    averaged = averaged_axes(program) - set(kept)
+    return infer(shown, inputs, registry.build, oracle=oracle, averaged=averaged)
+
+
+def replace_mesh(graph: Graph, mesh: Mapping[str, int]) -> Graph:
+    """The graph seen on a mesh without some axes: groups span what is left of theirs."""
+    if mesh == graph.mesh:
+        return graph
+    nodes = []
+    for n in graph.nodes:
+        if n.comm is not None and any(a not in mesh for a in n.comm.axes):
+            left = tuple(a for a in n.comm.axes if a in mesh)
+            n = replace(n, comm=replace(n.comm, axes=left), op=n.op if left else f"{n.op}.outside")
+        nodes.append(n)
+    return replace(graph, mesh=dict(mesh), nodes=nodes)
+
+
+def input_denotations(
+    program: Program, graph: Graph, mesh: Mapping[str, int], kept: Sequence[str] = ()
+) -> dict[str, Denotation]:
+    """What the graph's named inputs denote, by the contract. Raises RuleError for a type that does not fit."""
+    declared = {**program.params, **program.inputs}
+    found = {}
+    for node in graph.inputs():
+        t = declared.get(node.name)
+        if t is None or t.dims is None or node.name in found:
+            continue
+        t = without_axes(t, kept, program.mesh)
+        shape = tuple(int(d.size) for d in t.dims or ())
+        try:
+            found[node.name] = Denotation.from_type(t, shape, mesh)
+        except RuleError:
+            continue  # reported when the types were bound
+    return found
+
+
+# -- by rules alone -----------------------------------------------------------------------------
+
+
+def _check_proved(program: Program) -> Report:
+    """For programs too large to run: representative ranks are recorded under fake tensors."""
+    from spmdtypes.capture.align import align
+    from spmdtypes.capture.fake import capture
+
+    mesh = dict(program.mesh)
+    ones = dict.fromkeys(mesh, 1)
+    first = capture(program, mesh, 0)
+    others = [capture(program, mesh, r) for r in representative_ranks(mesh)[1:]]
+    aligned = align(first, capture(program, ones, 0), others)
+    inference = _infer(program, aligned.graph, mesh, (), None)
+    types = _border_types(program, aligned.graph, ())
+    run = _Run(inference, _judge(types, inference, mesh, {}))
+    findings = _findings(program, run)
+    for d in aligned.divergences:
+        findings.append(_diverging_nodes(d, program))
+    return _report(program, findings, _counts(run.verdicts), inference, None)
+
+
+def representative_ranks(mesh: Mapping[str, int]) -> list[int]:
+    """Row-major numbers of rank 0 and, along each axis, coordinate 1 and the last."""
+    strides, step = {}, 1
+    for axis in reversed(mesh):
+        strides[axis] = step
+        step *= mesh[axis]
+    found = [0]
+    for axis, n in mesh.items():
+        for c in (1, n - 1):
+            if 0 < c < n and c * strides[axis] not in found:
+                found.append(c * strides[axis])
+    return found
+
+
+# -- findings -----------------------------------------------------------------------------------
+
+
+def _findings(program: Program, run: _Run) -> list[Finding]:
+    suspects: dict[str, Sequence[tuple[int, str]]] = {}
+    if run.experiment is not None:
+        for v in run.verdicts:
+            if v.status == "wrong":
+                suspects[v.border] = run.experiment.suspects(v.border)
+    findings = compose(run.verdicts, program, run.inference, suspects)
+    if not findings:
+        findings = _warnings(run.inference)
+    return findings
+
+
+def _means_of_means(inference: Inference) -> set[str]:
+    """Axes over which the rules took a ratio of partial sums for a mean of per-rank means."""
+    return {
+        a
+        for _, text in inference.assumptions
+        if "mean of per-rank means" in text
+        for a in _axes_in(text, inference)
+    }
+
+
+def _axes_in(text: str, inference: Inference) -> list[str]:
+    words = text.replace(",", " ").split()
+    return [a for a in inference.graph.mesh if a in words]
+
+
+def _warnings(inference: Inference) -> list[Finding]:
+    found = []
+    for node, text in inference.assumptions:
+        if "mean of per-rank means" in text:
+            frames = place(inference.graph, inference.graph.nodes[node])
+            span = Span.of(frames[0]) if frames else None
+            found.append(
+                Finding(
+                    "SPMD303",
+                    "warning",
+                    f"{text}: every rank divides by its own count, so samples weigh differently on different ranks",
+                    span,
+                    evidence="assumed",
+                    axes=tuple(_axes_in(text, inference)),
+                )
+            )
+    return _one_a_line(found)
+
+
+def _one_a_line(findings: Sequence[Finding]) -> list[Finding]:
+    kept: dict[object, Finding] = {}
+    for f in findings:
+        kept.setdefault((f.code, f.span.line if f.span else None, f.axes), f)
+    return list(kept.values())
+
+
+def _diverging(d: Divergence, program: Program) -> Finding:
+    """Ranks that wait for different collectives."""
+    notes, span = [], None
+    for rank, call in zip(d.ranks, d.calls, strict=True):
+        if call is None or not call.frames:
+            continue
+        at = Span.of(call.frames[0])
+        span = span or at
+        notes.append(Note(at, f"rank {rank} issues {call} here"))
+        notes += [Note(Span.of(f), f"called from {f.function.rpartition('.')[2]}") for f in call.frames[1:5]]
+    return Finding(
+        "SPMD601",
+        "error",
+        f"the ranks issue different collectives: {d}",
+        span or (Span(str(program.file), program.line) if program.file else None),
+        tuple(notes),
+        evidence="tested",
+        axes=next((c.axes for c in d.calls if c is not None), ()),
+        border=None,
+    )
+
+
+def _diverging_nodes(d: object, program: Program) -> Finding:
+    return Finding(
+        "SPMD601",
+        "error",
+        f"the ranks run different programs: {d}",
+        Span(str(program.file), program.line) if program.file else None,
+        evidence="proved",
+    )
+
+
+def _counts(verdicts: Sequence[Verdict]) -> Counter[str]:
+    return Counter(v.evidence if v.status != "unknown" else "unknown" for v in verdicts)
+
+
+def _report(
+    program: Program,
+    findings: Sequence[Finding],
+    counts: Mapping[str, int],
+    inference: Inference | None,
+    experiment: Experiment | None,
+) -> Report:
+    texts = list(program.assumptions)
+    unknown: dict[str, int] = {}
+    if inference is not None:
+        texts += [t for _, t in inference.assumptions]
+        unknown = dict(inference.unknown_ops)
+    if experiment is not None:
+        texts += experiment.notes
+    return Report(
+        program.name,
+        in_order(findings),
+        dict(counts),
+        unknown,
+        tuple(dict.fromkeys(texts)),
+        file=str(program.file) if program.file else None,
+    )
