@@ -164,7 +164,7 @@ def replace_mesh(graph: Graph, mesh: Mapping[str, int]) -> Graph:
 def input_denotations(
     program: Program, graph: Graph, mesh: Mapping[str, int], kept: Sequence[str] = ()
 ) -> dict[str, Denotation]:
-    """What the graph's named inputs denote, by the contract. Raises RuleError for a type that does not fit."""
+    """What the graph's named inputs denote, by the contract."""
     declared = {**program.params, **program.inputs}
     found = {}
     for node in graph.inputs():
@@ -256,7 +256,7 @@ def _warnings(inference: Inference) -> list[Finding]:
                 Finding(
                     "SPMD303",
                     "warning",
-                    f"{text}: every rank divides by its own count, so samples weigh differently on different ranks",
+                    f"{text}: every rank divides by its own count, so samples weigh differently",
                     span,
                     evidence="assumed",
                     axes=tuple(_axes_in(text, inference)),

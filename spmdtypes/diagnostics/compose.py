@@ -55,7 +55,7 @@ def compose(
 
 
 def _key(cause: Cause, v: Verdict, graph: Graph) -> object:
-    """Borders with equal keys share their cause: the same place, or the same omission for several gradients."""
+    """Borders with equal keys share their cause: one place, or one omission for several gradients."""
     if v.problem is not None:
         return (v.problem.node,)
     if v.border.startswith("grad:") or not cause.nodes:
@@ -306,8 +306,7 @@ def _over(axes: Sequence[str]) -> str:
 
 def _message(cause: Cause, lead: Verdict, program: Program) -> str:
     what = subject(lead.border, program)
-    if lead.problem is not None and cause.code in _OF_PROBLEM.values() or cause.code == "SPMD502":
-        assert lead.problem is not None
+    if lead.problem is not None and lead.problem.error.kind in _OF_PROBLEM:
         return f"{what} is wrong: {lead.problem.error.message}"
     if lead.mismatch is not None and lead.mismatch.kind != "varying":
         return _mismatch_message(what, lead.mismatch, lead, program.mesh)
@@ -320,7 +319,7 @@ def _mismatch_message(what: str, m: Mismatch, v: Verdict, mesh: Mapping[str, int
         return f"{what} is a partial sum over {over}: every rank holds only its own share"
     if m.kind == "double":
         times = factor_number(m.factor, mesh)
-        return f"{what} is complete on every rank of {over}, but is reduced over it once more: {times} times too large"
+        return f"{what} is complete on every rank of {over}, yet reduced over it again: {times} times too large"
     if m.kind == "scale":
         times = factor_number(m.factor, mesh)
         size = f"{times} times too large" if times > 1 else f"{1 / times} times too small"
@@ -335,7 +334,7 @@ def _tested_sentence(v: Verdict) -> str:
     if t.ratio is not None:
         return f"is {t.ratio:.6g} times what one device computes"
     if t.kind == "replicas differ":
-        return f"differs between ranks that should hold the same (relative difference {max(t.spread, t.error):.2g})"
+        return f"differs between ranks that should agree (relative difference {max(t.spread, t.error):.2g})"
     if t.kind in ("shape", "missing"):
         return f"has no proper value on every rank ({t.detail or t.kind})"
     return f"is not what one device computes (relative error {t.error:.2g})"
