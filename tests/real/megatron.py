@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -17,6 +18,7 @@ with warnings.catch_warnings():
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.tensor_parallel import mappings
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -29,7 +31,9 @@ HIDDEN, HEADS, FFN, VOCAB, SEQ, BATCH, LAYERS = 16, 4, 32, 24, 6, 4, 2
 
 def start(mesh: Any) -> None:
     """Megatron's process-wide groups for `mesh`; a second start in a process replaces the first."""
-    # the CPU wheel has no CUDA generators; dropout is 0 anyway
+    # buffers are made on the current CUDA device, which is the CPU here
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    # there are no CUDA generators; dropout is 0 anyway
     initialize_rng_tracker(inference_rng_tracker=True)
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
@@ -97,10 +101,7 @@ class ParallelVocabulary(nn.Module):
 
 
 class SmallGPT(nn.Module):
-    """GPTModel with Megatron-core's local layer spec, rotary positions, an untied head.
-
-    Megatron-core asks for the current CUDA device when it makes a buffer; here that is the CPU.
-    """
+    """GPTModel with Megatron-core's local layer spec, rotary positions, an untied head."""
 
     def __init__(self, mesh: Any) -> None:
         super().__init__()
@@ -120,8 +121,37 @@ class SmallGPT(nn.Module):
         size = tokens.shape[1]
         positions = torch.arange(size).unsqueeze(0).expand_as(tokens)
         mask = torch.ones(1, 1, size, size, dtype=torch.bool).triu(1)
-        with mock.patch.object(torch.cuda, "current_device", return_value=torch.device("cpu")):
-            return self.gpt(tokens, positions, mask, labels=labels).mean()
+        return self.gpt(tokens, positions, mask, labels=labels).mean()
+
+
+class SequenceParallel(nn.Module):
+    """Embedding, norm, MLP and head of Megatron-core, cut along the sequence in between.
+
+    Gradients of the norm and of the bias after a reduce-scatter are partial; `finalize_model_grads`
+    of Megatron-core sums them after backward.
+    """
+
+    def __init__(self, mesh: Any) -> None:
+        super().__init__()
+        start(mesh)
+        made = {"config": config(sequence_parallel=mesh["tp"].size() > 1), "init_method": nn.init.zeros_}
+        column = {"gather_output": False, "bias": False, **made}
+        self.embed = tensor_parallel.VocabParallelEmbedding(
+            VOCAB, HIDDEN, reduce_scatter_embeddings=True, **made
+        )
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.up = tensor_parallel.ColumnParallelLinear(HIDDEN, FFN, **column)
+        self.down = tensor_parallel.RowParallelLinear(
+            FFN, HIDDEN, input_is_parallel=True, bias=True, skip_bias_add=False, **made
+        )
+        self.head = tensor_parallel.ColumnParallelLinear(HIDDEN, VOCAB, **column)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        h = self.embed(tokens)  # sequence first
+        y, _ = self.up(self.norm(h))
+        y, _ = self.down(F.gelu(y))
+        logits, _ = self.head(h + y)
+        return tensor_parallel.vocab_parallel_cross_entropy(logits, labels.t().contiguous()).mean()
 
 
 def _tokens() -> dict[str, Any]:
@@ -154,6 +184,24 @@ def vocabulary() -> Program:
 
 
 def gpt() -> Program:
+    return _program("megatron gpt", SmallGPT, _tokens(), _gpt_params())
+
+
+def sequence_parallel() -> Program:
+    params = {
+        "embed.weight": f"f32[{VOCAB}@tp, {HIDDEN}]",
+        "norm.weight": f"f32[{HIDDEN}]",
+        "norm.bias": f"f32[{HIDDEN}]",
+        "up.weight": f"f32[{FFN}@tp, {HIDDEN}]",
+        "down.weight": f"f32[{HIDDEN}, {FFN}@tp]",
+        "down.bias": f"f32[{HIDDEN}]",
+        "head.weight": f"f32[{VOCAB}@tp, {HIDDEN}]",
+    }
+    program = _program("megatron sequence parallel", SequenceParallel, _tokens(), params)
+    return replace(program, grads={"tp": "sum"})
+
+
+def _gpt_params() -> dict[str, str]:
     layer = {
         "input_layernorm.weight": f"f32[{HIDDEN}]",
         "input_layernorm.bias": f"f32[{HIDDEN}]",
@@ -176,7 +224,7 @@ def gpt() -> Program:
     }
     for i in range(LAYERS):
         params |= {f"gpt.decoder.layers.{i}.{name}": text for name, text in layer.items()}
-    return _program("megatron gpt", SmallGPT, _tokens(), params)
+    return params
 
 
 def _program(name: str, build: Any, inputs: dict[str, Any], params: dict[str, str]) -> Program:
@@ -190,12 +238,20 @@ def _program(name: str, build: Any, inputs: dict[str, Any], params: dict[str, st
     )
 
 
+def _own_part(x: Tensor, group: Any, *_: Any, **__: Any) -> Tensor:
+    """What a reduce-scatter leaves when nothing is reduced."""
+    return mappings._split_along_first_dim(x, group)
+
+
 _INPUT_GRADIENT = "LinearWithGradAccumulationAndAsyncCommunication.backward"
 _CROSS_ENTROPY = "_VocabParallelCrossEntropy.forward"
 
 REMOVALS = {
     "sum after a row-parallel layer or the embedding": partial(no_all_reduce, "_reduce"),
     "sum of a column-parallel layer's input gradient": partial(no_all_reduce, _INPUT_GRADIENT),
+    "sum in a reduce-scatter": partial(
+        mock.patch.object, mappings, "_reduce_scatter_along_first_dim", _own_part
+    ),
     "maximum of the logits": partial(no_all_reduce, _CROSS_ENTROPY, 0),
     "sum of the predicted logits": partial(no_all_reduce, _CROSS_ENTROPY, 1),
     "sum of the exponentials": partial(no_all_reduce, _CROSS_ENTROPY, 2),

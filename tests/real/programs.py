@@ -47,6 +47,7 @@ REAL = (
     Real("megatron.core", "megatron", "mlp", (_ROW, _COLUMN)),
     Real("megatron.core", "megatron", "vocabulary", (_ROW, _COLUMN, *_LOSS)),
     Real("megatron.core", "megatron", "gpt", (_ROW, _COLUMN, *_LOSS)),
+    Real("megatron.core", "megatron", "sequence_parallel", ("sum in a reduce-scatter", *_LOSS)),
     Real(
         "transformers",
         "huggingface",

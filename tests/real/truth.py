@@ -109,6 +109,11 @@ def _loss_and_gradients(program: Program, change: Change, seed: int) -> dict[str
         loss = module(**inputs)
         loss.backward()
     gradients = {f"grad:{name}": _gradient(parameter) for name, parameter in named.items()}
+    for axis, op in program.grads.items():
+        for name, gradient in gradients.items():
+            if axis not in program.params[name.removeprefix("grad:")].axes:
+                dist.all_reduce(gradient, group=mesh.get_group(axis))
+                gradient /= mesh[axis].size() if op == "avg" else 1
     return {"loss": _local(loss).detach().clone(), **gradients}
 
 
