@@ -277,7 +277,10 @@ def _assignments(
 
 
 def _cuts(
-    local: tuple[int, ...], whole: tuple[int, ...], cut: Mapping[int, tuple[str, ...]], mesh: Mapping[str, int]
+    local: tuple[int, ...],
+    whole: tuple[int, ...],
+    cut: Mapping[int, tuple[str, ...]],
+    mesh: Mapping[str, int],
 ) -> Iterator[Layout]:
     """Contiguous blocks first, then strided ones."""
     dims = list(cut)
