@@ -87,8 +87,3 @@ def _caret(error: SyntaxError) -> str:
     line = error.text.rstrip("\n")
     indent = len(line) - len(line.lstrip())
     return f"    {line.strip()}\n    {' ' * max(error.offset - 1 - indent, 0)}^"
-
-
-class WrongShape(CannotCheck):
-    """A result of the program has not the local shape its type means: a finding about the program,
-    though it keeps the rest from being checked."""

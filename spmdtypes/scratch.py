@@ -1,7 +1,9 @@
-"""A mesh to construct modules on: one process, no communication, all of it undone afterwards."""
+"""A mesh to construct modules on: one process, undone afterwards. Alone (the mesh of ones) its
+collectives are real; with more ranks nothing is communicated."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
@@ -16,11 +18,16 @@ from spmdtypes.errors import CannotCheck
 
 @contextmanager
 def scratch_mesh(sizes: Mapping[str, int]) -> Iterator[DeviceMesh]:
-    """Rank 0's `DeviceMesh` of these sizes under the fake process group; random state is restored."""
+    """Rank 0's `DeviceMesh` of these sizes; random state is restored."""
     if dist.is_initialized():
         raise CannotCheck("a process group is initialised already: check in a process of its own")
     with torch.random.fork_rng(devices=[]):
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=prod(sizes.values()))
+        world = prod(sizes.values())
+        if world == 1:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        else:
+            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
         try:
             yield init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         finally:

@@ -77,6 +77,12 @@ _ALL = (
         why. The notes say where the value first loses its relation to the reference.""",
     ),
     _code(
+        106,
+        "value that is not what one device computes",
+        """Running the program on simulated ranks and on one device gives different values, and no
+        shorter account of the difference was found. The notes say where the values first part.""",
+    ),
+    _code(
         201,
         "gradient that is a partial sum: a reduction is missing in backward",
         """The gradient a rank holds covers only its own part (its heads, its tokens, its columns) and no
@@ -103,6 +109,12 @@ _ALL = (
         "gradient that is not what one device computes",
         """Running the ranks gives another gradient than the same program on one device, and no rule explains
         why. The notes say where the gradient first loses its relation to the reference.""",
+    ),
+    _code(
+        204,
+        "gradient that is not what one device computes",
+        """Running the program on simulated ranks and on one device gives different gradients, and no
+        shorter account of the difference was found. The notes say where the values first part.""",
     ),
     _code(
         301,

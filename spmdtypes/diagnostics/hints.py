@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from spmdtypes.diagnostics.finding import Span
-from spmdtypes.diagnostics.source import source_lines
+from spmdtypes.diagnostics.finding import Finding, Span
+from spmdtypes.diagnostics.source import line_at, source_lines
 
 Dialect = Literal["spmd_types", "megatron", "dtensor", "functional", "nn_functional", "autograd", "raw"]
 Kind = Literal[
@@ -34,6 +34,10 @@ Kind = Literal[
     "same_seed",
     "own_seed",
     "same_calls",
+    "through_autograd",
+    "same_layout",
+    "global_norm",
+    "precision",
 ]
 
 _SIGNS: tuple[tuple[Dialect, str], ...] = (
@@ -248,6 +252,27 @@ def _same_calls(m: Mend, dialect: Dialect, source: str) -> str:
     return f"let every rank of {m.axis} issue the same collectives in the same order{_at(m)}"
 
 
+def _through_autograd(m: Mend, dialect: Dialect, source: str) -> str:
+    return (
+        f"let autograd see the collective over {m.axis}{_at(m)}: a differentiable form "
+        "(an autograd.Function, torch.distributed.nn.functional, a functional collective)"
+    )
+
+
+def _same_layout(m: Mend, dialect: Dialect, source: str) -> str:
+    return f"bring both to one layout over {m.axis}{_at(m)}: gather the one that is cut, or cut the other"
+
+
+def _global_norm(m: Mend, dialect: Dialect, source: str) -> str:
+    return f"sum squares over {m.axis} before the root, counting replicated parameters once{_at(m)}"
+
+
+def _precision(m: Mend, dialect: Dialect, source: str) -> str:
+    return (
+        f"reduce over {m.axis} in float32 and round afterwards; share scales by a max over {m.axis}{_at(m)}"
+    )
+
+
 def _at(m: Mend) -> str:
     span = m.before or m.after
     return f" (line {span.line})" if span is not None else ""
@@ -272,4 +297,74 @@ _WORDS: dict[Kind, Callable[[Mend, Dialect, str], str]] = {
     "same_seed": _same_seed,
     "own_seed": _own_seed,
     "same_calls": _same_calls,
+    "through_autograd": _through_autograd,
+    "same_layout": _same_layout,
+    "global_norm": _global_norm,
+    "precision": _precision,
 }
+
+_BEFORE: dict[str, Kind] = {
+    "SPMD102": "reduce_one",
+    "SPMD103": "add_after",
+    "SPMD104": "reduce_one",
+    "SPMD105": "broadcast",
+    "SPMD203": "through_autograd",
+    "SPMD301": "scale",
+    "SPMD302": "scale",
+    "SPMD303": "sum_then_divide",
+    "SPMD401": "same_layout",
+    "SPMD402": "move_axis",
+    "SPMD403": "reorder",
+    "SPMD404": "offset",
+    "SPMD501": "same_seed",
+    "SPMD502": "own_seed",
+    "SPMD601": "same_calls",
+    "SPMD602": "same_calls",
+    "SPMD703": "global_norm",
+    "SPMD801": "precision",
+}
+
+
+def hint_for(finding: Finding, factor: str | None = None) -> str | None:
+    """The mend of a finding, by its code: over its axes, at the place where the trouble began.
+
+    `factor`: what the wrong value must be multiplied by ("1/tp"), for codes of scale. None where the
+    code names no mend, or an axis is needed and not known.
+    """
+    began = next((n.span for n in finding.notes if n.span is not None), finding.span)
+    if not finding.axes:
+        return None
+    axis = " and ".join(finding.axes)
+    _, _, border = (finding.border or "").partition(":")
+    at_line = f"the result of line {began.line}" if began else "it"
+    code = finding.code
+    if code in ("SPMD101", "SPMD701", "SPMD702"):
+        return hint(
+            Mend("all_reduce", axis, at_line if code == "SPMD101" else border or at_line, after=began)
+        )
+    if code == "SPMD201":
+        return _gradient_hint(finding, axis, border, began)
+    if code == "SPMD202":
+        file = began.file if began else None
+        source = "\n".join(source_lines(file)) if file else ""
+        sums = dialect_of(source) in ("nn_functional", "functional")
+        return hint(
+            Mend("drop_backward" if sums else "drop", axis, f"the gradient of {border}", before=began)
+        )
+    kind = _BEFORE.get(code)
+    if kind is None or (kind == "scale" and factor is None):
+        return None
+    return hint(
+        Mend(kind, axis, "it" if kind != "add_after" else "the complete operand", before=began, factor=factor)
+    )
+
+
+def _gradient_hint(finding: Finding, axis: str, parameter: str, began: Span | None) -> str:
+    """A parameter that is used on the line itself has its own gradient reduced; what reaches the line
+    from elsewhere enters the sharded region there."""
+    text = (line_at(began.file, began.line) or "") if began else ""
+    leaf = parameter.rpartition(".")[2]
+    used = re.search(rf"\b{re.escape(leaf)}\b", text) is not None
+    if began is None or (used and not finding.also):
+        return hint(Mend("reduce_grad", axis, parameter, before=began))
+    return hint(Mend("copy", axis, f"what enters line {began.line}", before=began))

@@ -1,0 +1,169 @@
+"""The command line: `spmdcheck PATH...`, `spmdcheck explain CODE`.
+
+Exit codes: 0 clean, 1 an error was found, 2 something could not be checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+import spmdtypes
+from spmdtypes.config import Config, load_config
+from spmdtypes.diagnostics.explain import explain
+from spmdtypes.diagnostics.json_format import to_json
+from spmdtypes.diagnostics.render import console_for, render_failure, render_report, render_total
+from spmdtypes.errors import CannotCheck
+from spmdtypes.mesh import parse_sizes
+from spmdtypes.notation import NotationError
+from spmdtypes.report import Report
+
+if TYPE_CHECKING:
+    from spmdtypes.entry import Entry
+
+CLEAN, FOUND, BAD_INPUT = 0, 1, 2
+
+
+@dataclass
+class Run:
+    """What a run over several programs has gathered."""
+
+    reports: list[Report] = field(default_factory=list)
+    failures: list[CannotCheck] = field(default_factory=list)
+
+    @property
+    def exit_code(self) -> int:
+        """Findings win over failures: an error that was found stays found."""
+        codes = [r.exit_code for r in self.reports] + [BAD_INPUT] * bool(self.failures)
+        return FOUND if FOUND in codes else max(codes, default=BAD_INPUT)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["explain"]:
+        return _explain(arguments[1:])
+    args = _parser().parse_args(arguments)
+    out, err = console_for(sys.stdout), console_for(sys.stderr)
+    try:
+        config = _settings(args)
+    except CannotCheck as e:
+        err.print(render_failure(e), end="")
+        return BAD_INPUT
+    quiet_libraries()
+    run = check_paths([Path(p) for p in args.paths or config.paths], config, args, out, err)
+    if config.format == "json":
+        out.print(to_json(run.reports, run.failures, run.exit_code), markup=False)
+    elif len(run.reports) + len(run.failures) > 1:
+        out.print(render_total(run.reports, len(run.failures)), end="")
+    return run.exit_code
+
+
+def _parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="spmdcheck",
+        description="Says whether a PyTorch SPMD program computes what it would compute on one device.",
+        epilog="spmdcheck explain CODE says what a finding means. "
+        "Exit codes: 0 clean, 1 an error was found, 2 could not check.",
+    )
+    p.add_argument("paths", nargs="*", metavar="PATH", help="files and folders with annotated programs")
+    p.add_argument("--mesh", help="axes and sizes, dp=2,tp=4: instead of what the programs declare")
+    p.add_argument("--dim", action="append", default=[], metavar="b=8", help="size of a dim; repeatable")
+    p.add_argument("--format", choices=("text", "json"), help="how to report (default: text)")
+    p.add_argument(
+        "--no-test", action="store_true", help="keep to what the rules prove: run nothing on simulated ranks"
+    )
+    p.add_argument("--seed", type=int, help="seed of the test values (default: 0)")
+    p.add_argument("--debug", action="store_true", help="show the traceback of what could not be checked")
+    p.add_argument("-q", "--quiet", action="store_true", help="findings and summary lines only")
+    p.add_argument("--version", action="version", version=f"spmdcheck {spmdtypes.__version__}")
+    return p
+
+
+def _settings(args: argparse.Namespace) -> Config:
+    """`[tool.spmdcheck]` with the command line over it."""
+    config = load_config(Path(args.paths[0]).parent if args.paths else Path.cwd())
+    changes: dict[str, object] = {}
+    try:
+        if args.mesh:
+            changes["mesh"] = parse_sizes(args.mesh)
+        if args.dim:
+            changes["dims"] = config.dims | parse_sizes(",".join(args.dim))
+    except NotationError as e:
+        raise CannotCheck(e.message, excerpt=e.excerpt) from e
+    if args.format:
+        changes["format"] = args.format
+    if args.no_test:
+        changes["test"] = False
+    if args.seed is not None:
+        changes["seed"] = args.seed
+    if not args.paths and not config.paths:
+        raise CannotCheck("nothing to check: give files or folders, or paths in [tool.spmdcheck]")
+    return config.model_copy(update=changes)
+
+
+def check_paths(
+    paths: Sequence[Path], config: Config, args: argparse.Namespace, out: Console, err: Console
+) -> Run:
+    """Check every program of the paths, reporting each as it is done (text form)."""
+    from spmdtypes.discovery import discover
+    from spmdtypes.entry import Options
+
+    run = Run()
+    found = discover(paths, Options(config.mesh, config.dims))
+    for failure in found.failures:
+        _fail(run, failure, config, args, err)
+    for entry in found.entries:
+        try:
+            report = _check(entry, config)
+        except CannotCheck as e:
+            _fail(run, e, config, args, err)
+            continue
+        run.reports.append(report)
+        if config.format == "text":
+            out.print(render_report(report, args.quiet), end="")
+    return run
+
+
+def _check(entry: Entry, config: Config) -> Report:
+    from spmdtypes.api import check_programs
+
+    return check_programs(entry.programs(), test=config.test, seed=config.seed)
+
+
+def _fail(run: Run, failure: CannotCheck, config: Config, args: argparse.Namespace, err: Console) -> None:
+    run.failures.append(failure)
+    if args.debug:
+        err.print("".join(traceback.format_exception(failure)), markup=False)
+    if config.format == "text" or args.debug:
+        err.print(render_failure(failure), end="")
+
+
+def _explain(arguments: Sequence[str]) -> int:
+    p = argparse.ArgumentParser(prog="spmdcheck explain", description="What a code means, with examples.")
+    p.add_argument("code", metavar="CODE", help="SPMD201, or 201")
+    try:
+        page = explain(p.parse_args(arguments).code)
+    except KeyError as e:
+        console_for(sys.stderr).print(f"error: {e.args[0]}")
+        return BAD_INPUT
+    console_for(sys.stdout).print(page)
+    return CLEAN
+
+
+def quiet_libraries() -> None:
+    """Warnings of libraries about our simulated job are not the user's concern."""
+    warnings.filterwarnings("ignore", module=r"torch\..*")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
