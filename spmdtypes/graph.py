@@ -94,6 +94,8 @@ class Node:
     assumed: str | None = None  # a data-dependent value that capture had to assume
     ref: int | None = None
     ref_outs: tuple[TensorMeta | None, ...] | None = None
+    forward_stack: int = 0  # backward nodes: where the forward op (or autograd Function) was called
+    rng_axes: tuple[str, ...] | None = None  # axes along which ranks draw from different streams
 
     def refs(self) -> Iterator[Ref]:
         """Every tensor operand, in argument order."""
@@ -124,6 +126,8 @@ class Graph:
     outputs: dict[str, Ref] = field(default_factory=dict)
     stacks: list[tuple[Frame, ...]] = field(default_factory=lambda: [()])
     notes: list[str] = field(default_factory=list)  # assumptions made by capture, in user terms
+    # outputs that were DTensors: name -> mesh axis -> placement as torch prints it ("S(0)", "P(sum)")
+    dtensors: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def meta(self, ref: Ref) -> TensorMeta | None:
         return self.nodes[ref.node].outs[ref.out]

@@ -1,0 +1,511 @@
+"""Collectives in all their spellings -> one canonical node each, with the mesh axes they span."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import ProcessGroup, Work
+from torch._subclasses import FakeTensor
+
+from spmdtypes.capture.raw import Raw, Res
+from spmdtypes.graph import Comm, TensorMeta
+
+if TYPE_CHECKING:
+    from spmdtypes.capture.recorder import OpInfo, Recorder
+
+_REDUCE_NAMES = {
+    "SUM": "sum",
+    "AVG": "avg",
+    "MAX": "max",
+    "MIN": "min",
+    "PRODUCT": "prod",
+    "BAND": "band",
+    "BOR": "bor",
+    "BXOR": "bxor",
+    "PREMUL_SUM": "premul_sum",
+}
+_FUNCTIONAL_REDUCE = {"product": "prod"}
+
+
+def reduce_name(op: Any) -> str:
+    """The canonical name of a torch ReduceOp; "unknown" when it cannot be told."""
+    for name, canonical in _REDUCE_NAMES.items():
+        known = getattr(dist.ReduceOp, name, None)
+        try:
+            if known is not None and op == known:
+                return canonical
+        except TypeError:
+            continue
+    return "unknown"
+
+
+class Groups:
+    """Process groups as products of mesh axes."""
+
+    def __init__(self, mesh: Mapping[str, int], names: dict[str, tuple[str, ...]]) -> None:
+        self.mesh = dict(mesh)
+        self.names = names
+        self._known: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {}
+
+    def locate(self, group: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """(axes, ranks) of a group object or name."""
+        if not isinstance(group, str):
+            group = group.group_name
+        found = self._known.get(group)
+        if found is None:
+            pg = dist.distributed_c10d._resolve_process_group(group)
+            ranks = tuple(dist.get_process_group_ranks(pg))
+            found = self._known[group] = (self.names.get(group) or self.axes(ranks), ranks)
+        return found
+
+    def axes(self, ranks: tuple[int, ...]) -> tuple[str, ...]:
+        """The axes whose product `ranks` is, outermost first; () when it is none."""
+        coords = [self.coords(r) for r in ranks]
+        varied = [i for i in range(len(self.mesh)) if any(c[i] != coords[0][i] for c in coords)]
+        sizes = list(self.mesh.values())
+        full = math.prod(sizes[i] for i in varied) == len(ranks) and len(set(coords)) == len(ranks)
+        return tuple(list(self.mesh)[i] for i in varied) if full else ()
+
+    def coords(self, rank: int) -> tuple[int, ...]:
+        out = []
+        for n in reversed(list(self.mesh.values())):
+            out.append(rank % n)
+            rank //= n
+        return (*reversed(out), rank)
+
+
+def group_axes(device_mesh: Any) -> dict[str, tuple[str, ...]]:
+    """Group name -> mesh axes, for the groups a DeviceMesh made itself. Axes of size 1 need this."""
+    names: dict[str, tuple[str, ...]] = {}
+    axes = tuple(device_mesh.mesh_dim_names or ())
+    if dist.is_initialized() and dist.get_world_size() == device_mesh.size():
+        names[dist.group.WORLD.group_name] = axes
+    for axis in axes:
+        names[device_mesh.get_group(axis).group_name] = (axis,)
+    return names
+
+
+@dataclass
+class Started:
+    """A collective that has been issued; `complete` stores its result into the program's tensors."""
+
+    complete: Callable[[], None]
+    done: bool = False
+
+    def finish(self) -> None:
+        if not self.done:
+            self.done = True
+            self.complete()
+
+
+@dataclass
+class Pending:
+    """Collectives whose result is not yet in the program's tensors, by the Work that completes them.
+
+    `reduce` is the operator of the call in progress, read from its Python entry point.
+    """
+
+    reduce: tuple[str, float | None] = ("unknown", None)
+    premul: float | None = None
+    issued: list[Started] = field(default_factory=list)
+    works: dict[int, tuple[Any, list[Started]]] = field(default_factory=dict)
+    loose: list[Started] = field(default_factory=list)  # issued inside a coalescing block
+
+    @contextmanager
+    def call(self, reduce: tuple[str, float | None]) -> Iterator[list[Started]]:
+        before = self.reduce, self.issued
+        self.reduce, self.issued = reduce, []
+        try:
+            yield self.issued
+        finally:
+            self.reduce, self.issued = before
+
+    def attach(self, work: Any, issued: list[Started]) -> None:
+        todo = [s for s in issued if not s.done]
+        if todo and work is not None:
+            self.works.setdefault(id(work), (work, []))[1].extend(todo)
+        self.loose.extend(todo)
+
+    def wait(self, key: int) -> None:
+        """`key`: id of a Work, or -1 - storage for the result of a functional collective."""
+        _, started = self.works.pop(key, (None, []))
+        for s in started:
+            s.finish()
+        self.loose = [s for s in self.loose if not s.done]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One collective: `inputs` joined along dim 0 go in, the result is cut into `outputs`."""
+
+    kind: str
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    root: int | None = None
+    splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    reduces: bool = False
+
+
+_Parse = Callable[[Any, Any], list[Exchange]]
+
+
+def _each(kind: str, reduces: bool = False) -> _Parse:
+    return lambda a, n: [Exchange(kind, [t], [t], reduces=reduces) for t in a[0]]
+
+
+def _base(kind: str, reduces: bool = False) -> _Parse:
+    return lambda a, n: [Exchange(kind, [a[1]], [a[0]], reduces=reduces)]
+
+
+def _pairs(kind: str, reduces: bool = False) -> _Parse:
+    return lambda a, n: [Exchange(kind, [i], [o], reduces=reduces) for o, i in zip(a[0], a[1])]
+
+
+def _all_to_all_base(a: Any, n: int) -> list[Exchange]:
+    out, inp = a[0], a[1]
+    outs = tuple(a[3]) or (out.shape[0] // n,) * n
+    ins = tuple(a[4]) or (inp.shape[0] // n,) * n
+    return [Exchange("all_to_all", [inp], [out], splits=(tuple(map(int, outs)), tuple(map(int, ins))))]
+
+
+def _all_to_all_list(a: Any, n: int) -> list[Exchange]:
+    rows = lambda ts: tuple(t.shape[0] if t.dim() else 1 for t in ts)  # noqa: E731
+    return [Exchange("all_to_all", list(a[1]), list(a[0]), splits=(rows(a[0]), rows(a[1])))]
+
+
+def _listed(lists: Any) -> list[Any]:
+    return list(lists) or [[]]
+
+
+_C10D: dict[str, _Parse] = {
+    "allreduce_": _each("all_reduce", True),
+    "allreduce_coalesced_": _each("all_reduce", True),
+    "_allgather_base_": _base("all_gather"),
+    "allgather_into_tensor_coalesced_": _pairs("all_gather"),
+    "allgather_": lambda a, n: [Exchange("all_gather", [i], list(o)) for o, i in zip(a[0], a[1])],
+    "allgather_coalesced_": lambda a, n: [
+        Exchange("all_gather", [t], [row[i] for row in a[0]]) for i, t in enumerate(a[1])
+    ],
+    "_reduce_scatter_base_": _base("reduce_scatter", True),
+    "reduce_scatter_tensor_coalesced_": _pairs("reduce_scatter", True),
+    "reduce_scatter_": lambda a, n: [
+        Exchange("reduce_scatter", list(i), [o], reduces=True) for o, i in zip(a[0], a[1])
+    ],
+    "alltoall_base_": _all_to_all_base,
+    "alltoall_": _all_to_all_list,
+    "broadcast_": lambda a, n: [Exchange("broadcast", [t], [t], a[2]) for t in a[0]],
+    "reduce_": lambda a, n: [Exchange("reduce", [t], [t], a[3], reduces=True) for t in a[0]],
+    "gather_": lambda a, n: [Exchange("gather", [a[1][0]], list(_listed(a[0])[0]), a[3])],
+    "scatter_": lambda a, n: [Exchange("scatter", list(_listed(a[1])[0]), [a[0][0]], a[3])],
+    "send": lambda a, n: [Exchange("send", [t], [], a[2]) for t in a[0]],
+    "recv_": lambda a, n: [Exchange("recv", [], [t], a[2]) for t in a[0]],
+    "recv_any_source_": lambda a, n: [Exchange("recv", [], [t], None) for t in a[0]],
+    "barrier": lambda a, n: [Exchange("barrier", [], [])],
+    "monitored_barrier_": lambda a, n: [Exchange("barrier", [], [])],
+}
+_NO_ASYNC = ("send", "recv_", "recv_any_source_")
+
+
+def special(func: Any) -> Callable[..., Any] | None:
+    """The handler of a collective op, or None."""
+    name = func._schema.name.split("::")[1]
+    match func.namespace:
+        case "c10d" if name in _C10D:
+            return in_place
+        case "_c10d_functional" if name == "wait_tensor":
+            return _wait_tensor
+        case "_c10d_functional" | "_dtensor":
+            return _functional
+        case "fsdp":
+            return _fsdp
+    return None
+
+
+def _group_of(args: Any) -> Any:
+    for a in args:
+        if isinstance(a, ProcessGroup):
+            return a
+        if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type()):
+            return ProcessGroup.unbox(a)
+    raise ValueError("a collective without a process group")
+
+
+def in_place(rec: Recorder, info: OpInfo, func: Any, args: Any, kwargs: Any) -> Any:
+    """A c10d op. Its result enters the program when its Work is waited for: an async collective
+    that nobody waits for changes nothing."""
+    schema = func._schema.arguments
+    given = {a.name: v for a, v in zip(schema, args)} | dict(kwargs)
+    args = tuple(given.get(a.name, a.default_value) for a in schema)
+    pg = _group_of(args)
+    name = func._schema.name.split("::")[1]
+    exchanges = _C10D[name](args, pg.size())
+    sync = name not in _NO_ASYNC and not given.get("async_op", True)
+    results = [record(rec, e, pg) for e in exchanges]
+    real = rec.keep_values and not any(isinstance(t, FakeTensor) for e in exchanges for t in e.inputs + e.outputs)
+    copies: dict[int, Tensor] = {}
+    if real and not sync:
+        args = _with_copies(rec, args, copies)
+    out = func(*args)
+    work = out[-1] if isinstance(out, tuple) else out
+
+    def complete() -> None:
+        if real:
+            if sync and isinstance(work, torch.ScriptObject):
+                Work.unbox(work).wait()
+            with rec.quiet():
+                for e in exchanges:
+                    for t in e.outputs:
+                        if id(t) in copies:
+                            t.copy_(copies[id(t)])
+        for e, result in zip(exchanges, results):
+            store(rec, e, result)
+
+    started = Started(complete)
+    if sync:
+        started.finish()
+    else:
+        rec.pending.issued.append(started)
+    return out
+
+
+def _with_copies(rec: Recorder, args: Any, copies: dict[int, Tensor]) -> Any:
+    """The arguments with every tensor replaced by a copy, so that the effect comes at the wait."""
+
+    def copy(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            if id(x) not in copies:
+                with rec.quiet():
+                    copies[id(x)] = x.detach().clone()
+            return copies[id(x)]
+        return [copy(y) for y in x] if isinstance(x, (list, tuple)) else x
+
+    return tuple(copy(a) for a in args)
+
+
+def record(rec: Recorder, e: Exchange, pg: Any) -> int:
+    """Add the canonical node of one collective; its value is `Res(index)`."""
+    axes, ranks = rec.groups.locate(pg)
+    reduce, factor = rec.pending.reduce if e.reduces else ("", None)
+    comm = Comm(e.kind, axes, ranks, reduce, factor, e.splits, e.root, in_place=True)
+    inputs = _joined(rec, e, len(ranks))
+    raw = Raw(f"comm.{e.kind}", inputs, outs=_result(e, len(ranks)), comm=comm)
+    rec.situate(raw)
+    index = rec.append(raw)
+    return index
+
+
+def _emit(rec: Recorder, op: str, args: tuple[Any, ...], shape: tuple[int, ...], dtype: str) -> Res:
+    raw = Raw(op, args, outs=(TensorMeta(shape, dtype),))
+    rec.situate(raw)
+    return Res(rec.append(raw))
+
+
+def _joined(rec: Recorder, e: Exchange, n: int) -> tuple[Any, ...]:
+    """The operand: one tensor, in the shape whose dim 0 the collective cuts or joins."""
+    if not e.inputs:
+        return ()
+    views: list[Any] = [rec.view(t) for t in e.inputs]
+    t = e.inputs[0]
+    dtype = views[0].dtype
+    if t.dim() == 0 and e.kind in ("all_gather", "gather", "all_to_all", "scatter", "reduce_scatter"):
+        views = [_emit(rec, "aten.view.default", (v, (1,)), (1,), dtype) for v in views]
+    if len(views) > 1:
+        rest = tuple(t.shape[1:])
+        rows = sum(u.shape[0] if u.dim() else 1 for u in e.inputs)
+        return (_emit(rec, "aten.cat.default", (tuple(views), 0), (rows, *rest), dtype),)
+    if e.kind == "reduce_scatter":
+        out = e.outputs[0]
+        want = (n * out.shape[0], *out.shape[1:]) if out.dim() else (n,)
+        if tuple(t.shape) != want:
+            return (_emit(rec, "aten.view.default", (views[0], want), want, dtype),)
+    return (views[0],)
+
+
+def _result(e: Exchange, n: int) -> tuple[TensorMeta | None, ...]:
+    """The canonical result, before it is cut into the caller's tensors."""
+    if not e.outputs:
+        return ()
+    from spmdtypes.capture.raw import dtype_name
+
+    out = e.outputs[0]
+    dtype = dtype_name(out.dtype)
+    if len(e.outputs) > 1 or e.kind in ("gather", "all_to_all"):
+        rows = sum(t.shape[0] if t.dim() else 1 for t in e.outputs)
+        return (TensorMeta((rows, *out.shape[1:]), dtype),)
+    if e.kind == "all_gather":
+        t = e.inputs[0]
+        shape = (n * t.shape[0], *t.shape[1:]) if t.dim() else (n,)
+        return (TensorMeta(tuple(shape), dtype),)
+    if e.kind in ("reduce_scatter", "scatter") and out.dim() == 0:
+        return (TensorMeta((1,), dtype),)
+    return (TensorMeta(tuple(out.shape), dtype),)
+
+
+def store(rec: Recorder, e: Exchange, index: int) -> None:
+    """Write the result of collective `index` into the caller's tensors."""
+    if not e.outputs:
+        return
+    (meta,) = rec.trace[index].outs
+    if rec.keep_values and not isinstance(e.outputs[0], FakeTensor):
+        with rec.quiet():
+            parts = [t.detach().reshape(1) if t.dim() == 0 else t.detach() for t in e.outputs]
+            whole = (torch.cat(parts) if len(parts) > 1 else parts[0]).reshape(meta.shape)
+        rec.keep(index, 0, whole)
+    start = 0
+    for t in e.outputs:
+        value = Res(index)
+        shape = tuple(t.shape)
+        if len(e.outputs) > 1:
+            rows = shape[0] if shape else 1
+            cut = (rows, *meta.shape[1:])
+            value = _emit(rec, "aten.slice.Tensor", (value, 0, start, start + rows), cut, meta.dtype)
+            start += rows
+        else:
+            cut = meta.shape
+        if cut != shape:
+            value = _emit(rec, "aten.view.default", (value, shape), shape, meta.dtype)
+        raw = Raw("write", (value,), outs=(rec.view(t),))
+        rec.situate(raw)
+        rec.append(raw)
+        rec.shadows.forget(raw.outs[0])
+
+
+# ---- functional collectives
+
+
+def _reduce_of(text: str) -> str:
+    return _FUNCTIONAL_REDUCE.get(text.lower(), text.lower())
+
+
+def _functional(rec: Recorder, info: OpInfo, func: Any, args: Any, kwargs: Any) -> Any:
+    schema = func._schema.arguments
+    given = {a.name: v for a, v in zip(schema, args)} | dict(kwargs)
+    name = func._schema.name.split("::")[1]
+    if "group_name" not in given:
+        return rec.plain(info, func, args, kwargs)
+    if name == "shard_dim_alltoall":
+        return _shard_dim(rec, func, given)
+    group = given["group_name"]
+    axes, ranks = rec.groups.locate(group)
+    kind, reduce, splits, root = _functional_kind(name, given)
+    operands = given.get("inputs", given.get("input", given.get("tensor")))
+    many = isinstance(operands, (list, tuple))
+    comm = Comm(kind, axes, ranks, reduce, None, splits, root)
+    raws = []
+    for t in operands if many else [operands]:
+        view: Any = rec.view(t)
+        if t.dim() == 0 and kind in ("all_gather", "all_to_all"):
+            view = _emit(rec, "aten.view.default", (view, (1,)), (1,), view.dtype)
+        raw = Raw(f"comm.{kind}", (view,), comm=comm)
+        rec.situate(raw)
+        raws.append(raw)
+    with rec.pause():
+        out = func(*args, **kwargs)
+    outs = list(out) if isinstance(out, (list, tuple)) else [out]
+    for raw, t in zip(raws, outs):
+        if info.mutates:
+            raw.mutated = (rec._view(t)[0],)
+        raw.outs = (rec._view(t)[0],)
+        index = rec.append(raw)
+        rec.shadows.forget(raw.outs[0])
+        if rec.keep_values and not isinstance(t, FakeTensor):
+            started = Started(lambda i=index, t=t: rec.keep(i, 0, t))  # type: ignore[misc]
+            rec.pending.works[-1 - raw.outs[0].storage] = (t, [started])
+    return out
+
+
+def _functional_kind(name: str, given: dict[str, Any]) -> tuple[str, str, Any, int | None]:
+    """(kind, reduce op, splits, root) of a `_c10d_functional` op."""
+    reduce = _reduce_of(str(given.get("reduce_op", "")))
+    if name.startswith("all_reduce"):
+        return "all_reduce", reduce, None, None
+    if name.startswith("all_gather"):
+        return "all_gather", "", None, None
+    if name.startswith("reduce_scatter"):
+        return "reduce_scatter", reduce, None, None
+    if name.startswith("all_to_all"):
+        sizes = (given["output_split_sizes"], given["input_split_sizes"])
+        return "all_to_all", "", tuple(tuple(map(int, s)) for s in sizes), None
+    if name.startswith("broadcast"):
+        return "broadcast", "", None, given["src"]
+    if name == "isend":
+        return "send", "", None, given["dst"]
+    return ("recv", "", None, given["src"]) if name == "irecv" else (name, reduce, None, None)
+
+
+def _wait_tensor(rec: Recorder, info: OpInfo, func: Any, args: Any, kwargs: Any) -> Any:
+    with rec.pause():
+        out = func(*args, **kwargs)
+    rec.pending.wait(-1 - rec.view(args[0]).storage)
+    return out
+
+
+def drain(rec: Recorder) -> None:
+    """Take the values of functional collectives that were never waited for, at the program's end."""
+    for key, (t, _) in list(rec.pending.works.items()):
+        if key < 0:
+            with rec.quiet():
+                torch.ops._c10d_functional.wait_tensor.default(t)
+            rec.pending.wait(key)
+
+
+def _shard_dim(rec: Recorder, func: Any, given: dict[str, Any]) -> Any:
+    """DTensor's Shard(i) -> Shard(j): cut along the new dim, exchange, join along the old one."""
+    x, gather, shard = given["input"], given["gather_dim"], given["shard_dim"]
+    axes, ranks = rec.groups.locate(given["group_name"])
+    n = len(ranks)
+    with rec.pause():
+        out = func(*given.values())
+    size, dtype = x.shape[shard] // n, rec.view(x).dtype
+    piece = list(x.shape)
+    piece[shard] = size
+    cuts = tuple(
+        _emit(rec, "aten.slice.Tensor", (rec.view(x), shard, i * size, (i + 1) * size), tuple(piece), dtype)
+        for i in range(n)
+    )
+    stacked = (n * piece[0], *piece[1:])
+    joined = _emit(rec, "aten.cat.default", (cuts, 0), stacked, dtype)
+    splits = ((piece[0],) * n, (piece[0],) * n)
+    raw = Raw("comm.all_to_all", (joined,), outs=(TensorMeta(stacked, dtype),))
+    raw.comm = Comm("all_to_all", axes, ranks, "", None, splits)
+    rec.situate(raw)
+    result = Res(rec.append(raw))
+    back = tuple(
+        _emit(rec, "aten.slice.Tensor", (result, 0, i * piece[0], (i + 1) * piece[0]), tuple(piece), dtype)
+        for i in range(n)
+    )
+    final = Raw("aten.cat.default", (back, gather), outs=(rec._view(out)[0],))
+    rec.situate(final)
+    rec.keep(rec.append(final), 0, out)
+    return out
+
+
+def _fsdp(rec: Recorder, info: OpInfo, func: Any, args: Any, kwargs: Any) -> Any:
+    """FSDP2's own ops are Python; running their kernels under the mode shows plain ones."""
+    collectives = sys.modules["torch.distributed.fsdp._fully_shard._fsdp_collectives"]
+    kernels = {"all_gather_copy_in": "all_gather_copy_in_cuda"}
+    name = func._schema.name.split("::")[1]
+    kernel = getattr(collectives, kernels.get(name, name), None)
+    if kernel is None:
+        return rec.plain(info, func, args, kwargs)
+    with rec:
+        return kernel(*args, **kwargs)
+
+
+def higher_order(rec: Recorder, info: OpInfo, func: Any, args: Any, kwargs: Any) -> Any:
+    """Higher-order ops; flex attention is opened into its dense form, others stay opaque."""
+    dense = {"flex_attention": "sdpa_dense", "flex_attention_backward": "sdpa_dense_backward"}
+    kernel = dense.get(func.name())
+    if kernel is None:
+        rec.note(f"higher-order op {func.name()} is not looked into")
+        return func(*args, **kwargs)
+    with rec:
+        return getattr(sys.modules["torch._higher_order_ops.flex_attention"], kernel)(*args, **kwargs)
