@@ -46,8 +46,8 @@ docs: $(VENV)/.package
 # A stamp is touched last, so an interrupted install is taken up again. torch comes first and
 # alone: it is by far the largest download, and its stamp outlives edits of pyproject.toml.
 $(VENV)/.torch: Makefile
-	@[ -n "$(PYTHON)" ] || { echo "Python 3.11 or later is needed; none found. Say: make PYTHON=/path/to/python3.11"; exit 1; }
-	@$(PYTHON) -c '$(AT_LEAST_311)' || { echo "$(PYTHON) is older than Python 3.11"; exit 1; }
+	@$(or $(PYTHON),false) -c '$(AT_LEAST_311)' || { \
+	echo "Python 3.11 or later is needed, found: $(or $(PYTHON),none). Say: make PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet $(TORCH)
 	@touch $@
