@@ -25,7 +25,7 @@ def seen(local: Callable[[Rank], torch.Tensor], whole: torch.Tensor = X) -> Obse
 
 
 @pytest.mark.parametrize(
-    "local, text",
+    ("local", "text"),
     [
         (lambda c: X, "12 6"),
         (lambda c: X.chunk(2)[c["dp"]], "12@dp 6"),

@@ -24,7 +24,9 @@ def test_another_kind_names_both_sides() -> None:
     meeting = Rendezvous(2)
     meeting.issue(0, call("all_reduce"))
     found = meeting.issue(1, call("all_gather"))
-    assert found is not None and found.reason == "kind" and found.ranks == (1, 0)
+    assert found is not None
+    assert found.reason == "kind"
+    assert found.ranks == (1, 0)
     assert [c.kind for c in found.calls if c] == ["all_gather", "all_reduce"]
 
 
@@ -45,12 +47,15 @@ def test_a_rank_that_finishes_early_leaves_its_peer_waiting() -> None:
     meeting = Rendezvous(2)
     assert meeting.finish(0) is None
     found = meeting.issue(1, call("all_reduce"))
-    assert found is not None and found.reason == "missing" and found.calls[1] is None
+    assert found is not None
+    assert found.reason == "missing"
+    assert found.calls[1] is None
 
     meeting = Rendezvous(2)
     assert meeting.issue(1, call("all_reduce")) is None
     found = meeting.finish(0)
-    assert found is not None and found.ranks == (1, 0)
+    assert found is not None
+    assert found.ranks == (1, 0)
 
 
 def test_a_rank_that_failed_is_no_divergence() -> None:
@@ -68,7 +73,8 @@ def test_uneven_all_to_all_meets_when_sender_and_receiver_agree() -> None:
     meeting = Rendezvous(2)
     meeting.issue(0, call("all_to_all", splits=((1, 3), (1, 2))))
     found = meeting.issue(1, call("all_to_all", splits=((9, 0), (3, 0))))
-    assert found is not None and found.reason == "splits"
+    assert found is not None
+    assert found.reason == "splits"
 
 
 def test_groups_taken_in_opposite_order_are_a_deadlock() -> None:
@@ -76,7 +82,8 @@ def test_groups_taken_in_opposite_order_are_a_deadlock() -> None:
     assert meeting.issue(0, call("all_reduce", (0, 1))) is None
     assert meeting.issue(1, call("all_reduce", (1, 2))) is None
     found = meeting.issue(2, call("all_reduce", (0, 2)))
-    assert found is not None and found.reason == "deadlock"
+    assert found is not None
+    assert found.reason == "deadlock"
 
 
 def test_send_meets_receive_and_both_directions_are_apart() -> None:

@@ -90,7 +90,9 @@ MESH = {"dp": 2, "tp": 2}
 
 def test_a_right_program_has_no_wrong_border() -> None:
     found = differential.run(program(Mlp, MESH, **MLP))
-    assert found.ok and found.tested_axes == ("dp", "tp") and len(found.seeds) == 3
+    assert found.ok
+    assert found.tested_axes == ("dp", "tp")
+    assert len(found.seeds) == 3
     assert set(found.borders) == {
         "output",
         "grad:norm.weight",
@@ -117,7 +119,9 @@ def test_a_uniform_factor_is_named() -> None:
 def test_only_other_axes_are_tested_when_the_reference_is_forced_to_keep_one() -> None:
     sums = MLP | {"output": "f32[] | dp:P", "grads": {"dp": "sum"}}
     found = differential.run(program(Mlp, MESH, **sums), reference_mesh={"dp": 2})
-    assert found.ok and found.tested_axes == ("tp",) and found.kept_axes == ("dp",)
+    assert found.ok
+    assert found.tested_axes == ("tp",)
+    assert found.kept_axes == ("dp",)
 
 
 class OneExpertARank(nn.Module):
@@ -134,10 +138,13 @@ def test_an_axis_the_program_cannot_do_without_is_kept() -> None:
     types: dict[str, Any] = {"inputs": {"x": "f32[8@dp, 4]"}, "params": {"w": "[2@ep, 4]"}}
     types |= {"output": "f32[] | dp:P ep:P", "grads": {"dp": "sum"}}
     found = differential.run(program(OneExpertARank, {"dp": 2, "ep": 2}, **types))
-    assert found.ok and found.kept_axes == ("ep",) and found.tested_axes == ("dp",)
+    assert found.ok
+    assert found.kept_axes == ("ep",)
+    assert found.tested_axes == ("dp",)
     alone = types | {"inputs": {"x": "f32[8, 4]"}, "output": "f32[] | ep:P", "grads": {}}
     found = differential.run(program(OneExpertARank, {"ep": 2}, **alone))
-    assert found.tested_axes == () and {b.kind for b in found.borders.values()} == {"untested"}
+    assert found.tested_axes == ()
+    assert {b.kind for b in found.borders.values()} == {"untested"}
     assert any("no axis was tested" in n for n in found.notes)
 
 
@@ -177,7 +184,7 @@ def waits_for_a_message(model: Any, mesh: Any, x: Tensor) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    "step, kinds",
+    ("step", "kinds"),
     [
         (only_the_first_reduces, {"all_reduce", None}),
         (other_order, {"all_reduce", "broadcast"}),
@@ -190,7 +197,8 @@ def test_ranks_that_cannot_meet_are_named_with_the_place(step: Any, kinds: set[s
     assert {c.kind if c else None for c in found.divergence.calls} == kinds
     frames = [c.frames[0] for c in found.divergence.calls if c]
     assert {Path(f.file).name for f in frames} == {Path(__file__).name}
-    assert set(found.divergence.ranks) == {0, 1} and {d["dp"] for d in found.divergence.coords} == {0, 1}
+    assert set(found.divergence.ranks) == {0, 1}
+    assert {d["dp"] for d in found.divergence.coords} == {0, 1}
 
 
 def fails(model: Any, mesh: Any, x: Tensor) -> dict[str, Tensor]:
@@ -204,7 +212,8 @@ def test_an_exception_on_one_rank_is_a_failure_with_its_line() -> None:
     found = differential.run(program(Plain, {"dp": 2}, step=fails, **PLAIN))
     (failure,) = found.failures
     assert (failure.rank, failure.error, failure.stage) == (1, "KeyError", "run")
-    assert failure.frames[0].function == "fails" and found.divergence is None
+    assert failure.frames[0].function == "fails"
+    assert found.divergence is None
 
 
 def dies(model: Any, mesh: Any, x: Tensor) -> dict[str, Tensor]:
@@ -217,7 +226,8 @@ def dies(model: Any, mesh: Any, x: Tensor) -> dict[str, Tensor]:
 
 def test_a_dead_rank_is_a_failure_with_what_it_printed(capfd: Any) -> None:
     found = differential.run(program(Plain, {"dp": 2}, step=dies, **PLAIN))
-    assert [f.rank for f in found.failures] == [1] and "last words" in found.failures[0].output
+    assert [f.rank for f in found.failures] == [1]
+    assert "last words" in found.failures[0].output
     assert capfd.readouterr() == ("", "")
 
 
@@ -227,7 +237,8 @@ def test_nothing_is_left_behind() -> None:
     assert not [n for n in set(os.listdir(tempfile.gettempdir())) - before if n.startswith("ranks")]
     with pytest.raises(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)
-    assert torch.get_default_dtype() is torch.float32 and not dist.is_initialized()
+    assert torch.get_default_dtype() is torch.float32
+    assert not dist.is_initialized()
 
 
 class Dropped(nn.Module):
@@ -275,7 +286,7 @@ def test_random_numbers_of_a_right_program_equal_the_reference() -> None:
     assert [(d.treatment, d.streams) for d in found.draws] == [("block", ("tp",)), ("same", ())]
 
 
-@pytest.mark.parametrize("build, bad", [(SameOnShards, 0), (OtherOnReplicas, 1)])
+@pytest.mark.parametrize(("build", "bad"), [(SameOnShards, 0), (OtherOnReplicas, 1)])
 def test_streams_that_do_not_fit_their_values_show(build: Any, bad: int) -> None:
     found = differential.run(program(build, {"tp": 2}, **DROPPED))
     assert "output" in {b.name for b in found.wrong}
@@ -296,7 +307,8 @@ class Single(nn.Module):
 def test_rounding_of_a_low_precision_is_no_error() -> None:
     types = PLAIN | {"output": "f32[] | dp:P(avg)", "grads": {"dp": "avg"}}
     found = differential.run(program(Single, {"dp": 4}, **types))
-    assert found.ok and found.tolerance > 1e-6
+    assert found.ok
+    assert found.tolerance > 1e-6
 
 
 class Block(nn.Module):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from spmdtypes.graph import Frame, Graph
+from spmdtypes.graph import Frame, Graph, Ref
 from spmdtypes.notation import Type
 
 if TYPE_CHECKING:
@@ -115,14 +115,14 @@ class Draw:
 
 @dataclass(slots=True)
 class RankRun:
-    """One rank's run. `graph` is the recorded program of the first seed; `values[seed][node]` its
-    outputs (None where not kept); `borders[seed]` the raw local border values."""
+    """One rank's run. `graph` is the recorded program of the first seed, `values[seed]` what its nodes
+    gave (only of seeds that ran the same ops); `borders[seed]` the raw local border values."""
 
     rank: int
     coords: dict[str, int]
     error: Failure | None = None
     graph: Graph | None = None
-    values: dict[int, dict[int, tuple[Any, ...]]] = field(default_factory=dict)
+    values: dict[int, dict[Ref, Any]] = field(default_factory=dict)
     borders: dict[int, dict[str, Any]] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of parameters, by FQN
 

@@ -1,4 +1,4 @@
-"""Forks one process a rank, follows their collectives, and ends them all at the first one that cannot meet."""
+"""Forks one process a rank, follows their collectives, ends them all at the first that cannot meet."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class _Rank:
 def _fork(job: Job, rank: int, store: str, timeout: float, earlier: list[_Rank]) -> _Rank:
     report_read, report_write = os.pipe()
     control_read, control_write = os.pipe()
-    results, printed = tempfile.TemporaryFile(), tempfile.TemporaryFile()
+    results, printed = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115
     pid = os.fork()
     if pid:
         os.close(report_write)

@@ -4,41 +4,51 @@ from __future__ import annotations
 
 import os
 import warnings
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from spmdtypes.capture import comms
+from spmdtypes.capture.functionalise import Functional
+from spmdtypes.capture.recorder import Recorder
+from spmdtypes.capture.run import record_program
 from spmdtypes.contracts import Program
 from spmdtypes.differential import frames, values
 from spmdtypes.differential.experiment import Call, Failure
-from spmdtypes.differential.layout import block, local_shape
+from spmdtypes.differential.layout import block
 from spmdtypes.differential.streams import Substitution
 from spmdtypes.differential.watch import Noted, Watch
+from spmdtypes.graph import Graph, Ref
 from spmdtypes.notation import Dim, Type
 
+LIMIT = 1 << 28  # bytes of values kept of one rank and seed
 _LOW = {"bf16": torch.bfloat16, "f16": torch.float16}
 
 
 @dataclass(frozen=True)
 class Job:
-    """One execution of a program on a mesh. `types` adds parameters the program gives no type for.
-    `draws[seed][rank]` replaces random draws."""
+    """One execution of a program on a mesh. `types` are those of parameters the program gives none for
+    (None: what their shapes here say). `draws[seed][rank]` replaces random draws. `keep_values`: record
+    the graph and every value."""
 
     program: Program
     mesh: Mapping[str, int]
     seeds: tuple[int, ...]
-    types: Mapping[str, Type] = field(default_factory=dict)
+    types: Mapping[str, Type] | None = None
     draws: Mapping[int, Sequence[Substitution]] = field(default_factory=dict)
     keep_values: bool = False
 
 
 @dataclass
 class Outcome:
-    """One seed on one rank."""
+    """One seed on one rank. `program` identifies the sequence of recorded ops."""
 
     rank: int
     seed: int
@@ -48,6 +58,9 @@ class Outcome:
     untyped: dict[str, tuple[int, ...]] = field(default_factory=dict)
     eps: float = 0.0
     failure: Failure | None = None
+    graph: Graph | None = None
+    values: dict[Ref, torch.Tensor] = field(default_factory=dict)
+    program: int = 0
 
 
 class Misfit(Exception):
@@ -56,8 +69,6 @@ class Misfit(Exception):
 
 def join(rank: int, sizes: Mapping[str, int], store: str, timeout: float) -> DeviceMesh:
     """The process group and the mesh of a freshly forked rank."""
-    from datetime import timedelta
-
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
@@ -80,54 +91,154 @@ def join(rank: int, sizes: Mapping[str, int], store: str, timeout: float) -> Dev
 def run_seed(job: Job, mesh: DeviceMesh, rank: int, index: int, report: Callable[[Call], None]) -> Outcome:
     """Build, load, run once. An exception of the program becomes the outcome's failure."""
     seed = job.seeds[index]
-    out = Outcome(rank, seed)
     by_seed = job.draws.get(seed)
     watch = Watch(job.mesh, report, by_seed[rank] if by_seed else None)
-    coords = dict(zip(job.mesh, mesh.get_coordinate() or ()))
-    stage = "build"
+    run = _Run(job, mesh, rank, index, watch, Outcome(rank, seed))
+    out = run.out
     try:
         torch.manual_seed(0)
         with watch:
-            module = job.program.build(mesh)
-        stage = "load"
-        how = values.regime(index)
-        types = {**job.types, **job.program.params}
-        globals_ = values.parameters(types, job.program.mesh, seed, how)
-        load_parameters(module, globals_, types, coords, job.mesh, out)
-        _mark_initial(watch, module, globals_)
-        inputs = local_inputs(job, module, seed, how, coords)
-        stage = "run"
-        with watch:
-            out.borders = run_program(job.program, module, mesh, inputs, job.mesh, seed, coords)
+            if job.keep_values:
+                run.recorded()
+            else:
+                run.plain()
     except Exception as e:
-        out.failure = Failure(
-            rank, stage, type(e).__name__, str(e), frames.of_traceback(e.__traceback__), seed
-        )
+        where = frames.of_traceback(e.__traceback__)
+        out.failure = Failure(rank, run.stage, type(e).__name__, str(e), where, seed)
     out.noted, out.eps = watch.noted, watch.eps
     return out
 
 
+@dataclass
+class _Run:
+    """One seed of one rank. `params` and `inputs` hold local values once the module exists."""
+
+    job: Job
+    mesh: DeviceMesh
+    rank: int
+    index: int
+    watch: Watch
+    out: Outcome
+    stage: str = "build"
+    params: dict[str, torch.Tensor] = field(default_factory=dict)
+    inputs: dict[str, torch.Tensor] = field(default_factory=dict)
+    module: torch.nn.Module | None = None
+
+    @property
+    def seed(self) -> int:
+        return self.job.seeds[self.index]
+
+    @property
+    def coords(self) -> dict[str, int]:
+        return dict(zip(self.job.mesh, self.mesh.get_coordinate() or ()))
+
+    def prepare(self, pause: Callable[[], AbstractContextManager[None]]) -> torch.nn.Module:
+        """The module with its values, and the inputs, ready to run."""
+        job, how = self.job, values.regime(self.index)
+        self.module = module = job.program.build(self.mesh)
+        if not isinstance(module, torch.nn.Module):
+            raise TypeError(f"the constructor returned {type(module).__name__}, not a module")
+        self.stage = "load"
+        with pause():
+            self.params |= load_parameters(job, module, self.seed, how, self.coords, self.out)
+            _mark_initial(self.watch, module, self.params)
+            self.inputs |= local_inputs(job, module, self.seed, how, self.coords)
+        self.stage = "run"
+        return module
+
+    def plain(self) -> None:
+        module = self.prepare(nullcontext)
+        self.out.borders = run_program(
+            self.job.program, module, self.mesh, self.inputs, self.job.mesh, self.seed, self.coords
+        )
+
+    def recorded(self) -> None:
+        """The same under the recorder, which keeps every value and makes the graph."""
+        rec = Recorder(self.job.mesh, self.coords, comms.group_axes(self.mesh), keep_values=True)
+        program = replace(self.job.program, build=lambda mesh: self.prepare(rec.pause))
+        done = record_program(program, self.mesh, self.coords, self.params, self.inputs, rec)
+        self.out.borders = self._borders(done)
+        self.out.values = within_limit(done.values)
+        self.out.program = _fingerprint(done.graph)
+        if self.index == 0:
+            self.out.graph = done.graph
+
+    def _borders(self, done: Functional) -> dict[str, torch.Tensor]:
+        assert self.module is not None
+        kinds = ("output", "result:")
+        found = {
+            name: done.values[ref]
+            for name, ref in done.graph.outputs.items()
+            if name.startswith(kinds) and ref in done.values
+        }
+        if self.job.program.step is None:
+            return found | gradients(self.module)
+        return found | finals(self.job.program, self.module)
+
+
+def _fingerprint(graph: Graph) -> int:
+    """Equal for programs of the same ops: node numbers then mean the same."""
+    return zlib.crc32("\n".join(n.op for n in graph.nodes).encode())
+
+
+def within_limit(kept: Mapping[Ref, torch.Tensor]) -> dict[Ref, torch.Tensor]:
+    """The values, without the largest ones when all together are too many."""
+    out, total = {}, 0
+    for ref, t in sorted(kept.items(), key=lambda item: item[1].numel()):
+        total += t.numel() * t.element_size()
+        if total > LIMIT:
+            break
+        out[ref] = t
+    return out
+
+
 def load_parameters(
+    job: Job,
     module: torch.nn.Module,
-    globals_: Mapping[str, torch.Tensor],
-    types: Mapping[str, Type],
+    seed: int,
+    how: values.Regime,
     coords: Mapping[str, int],
-    mesh: Mapping[str, int],
     out: Outcome,
-) -> None:
-    """Overwrite parameters and buffers with this rank's blocks. Raises `Misfit`."""
+) -> dict[str, torch.Tensor]:
+    """Overwrite parameters and buffers with this rank's blocks, and return those. Raises `Misfit`.
+
+    A parameter without a declared type is replicated, or laid out as its DTensor says; where its shape
+    does not allow that it stays as it is.
+    """
+    declared = job.program.params
     found = {**dict(module.named_buffers()), **dict(module.named_parameters())}
     out.shapes = {n: tuple(_local(p).shape) for n, p in found.items()}
-    out.untyped = {n: tuple(p.shape) for n, p in module.named_parameters() if n not in types}
+    out.untyped = {n: tuple(p.shape) for n, p in module.named_parameters() if n not in declared}
+    others = job.types if job.types is not None else infer_types(out.untyped)
+    whole = values.parameters({**others, **declared}, job.program.mesh, seed, how)
+    local = {}
     with torch.no_grad():
-        for name, whole in globals_.items():
+        for name, type_ in {**others, **declared}.items():
             if name not in found:
                 raise Misfit(f"the module has no parameter {name!r}")
             target = _local(found[name])
-            want = local_shape(types[name], coords, mesh)
-            if tuple(target.shape) != want:
-                raise Misfit(f"{name} has shape {list(target.shape)} where {list(want)} is declared")
-            target.copy_(whole[block(types[name], coords, mesh)])
+            if name in declared:
+                part = whole[name][block(type_, coords, job.mesh)]
+                if target.shape != part.shape:
+                    have, want = list(target.shape), list(part.shape)
+                    raise Misfit(f"{name} has shape {have} where {want} is declared")
+            else:
+                part = _as_laid_out(whole[name], found[name])
+                if target.shape != part.shape:
+                    continue
+            target.copy_(part)
+            local[name] = target.detach().clone()
+    return local
+
+
+def _as_laid_out(whole: torch.Tensor, like: Any) -> torch.Tensor:
+    """The part of a global value that a DTensor holds here; all of it for a plain tensor."""
+    if not hasattr(like, "placements") or tuple(like.shape) != tuple(whole.shape):
+        return whole
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    return whole[tuple(slice(o, o + n) for o, n in zip(offset, shape))]
 
 
 def local_inputs(
@@ -159,8 +270,7 @@ def run_program(
         if not isinstance(results, Mapping):
             raise TypeError(f"the step returned {type(results).__name__}, not a dict of results")
         borders = {f"result:{k}": _copy(v) for k, v in results.items()}
-        named = {**dict(module.named_buffers()), **dict(module.named_parameters())}
-        return borders | {f"param:{n}": _copy(named[n]) for n in program.params if n in named}
+        return borders | finals(program, module)
     output = module(**inputs)
     borders = {}
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -170,10 +280,17 @@ def run_program(
             pairs.append((value, _cotangent(name, value, program, sizes, seed, coords)))
     if pairs:
         torch.autograd.backward([v for v, _ in pairs], [c for _, c in pairs])
-    for name, p in module.named_parameters():
-        if p.requires_grad:
-            borders[f"grad:{name}"] = _gradient(p)
-    return borders
+    return borders | gradients(module)
+
+
+def gradients(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {f"grad:{n}": _gradient(p) for n, p in module.named_parameters() if p.requires_grad}
+
+
+def finals(program: Program, module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What the declared parameters and buffers hold in the end."""
+    named = {**dict(module.named_buffers()), **dict(module.named_parameters())}
+    return {f"param:{n}": _copy(named[n]) for n in program.params if n in named}
 
 
 def _outputs(output: Any) -> list[tuple[str, Any]]:
@@ -247,11 +364,6 @@ def _mark_initial(watch: Watch, module: torch.nn.Module, loaded: Iterable[str]) 
     watch.noted = [replace(n, initial=True, value=None) if n.storage in places else n for n in watch.noted]
 
 
-def infer_types(
-    untyped: Mapping[str, tuple[int, ...]],
-    reference: Mapping[str, tuple[int, ...]],
-) -> dict[str, Type]:
-    """Parameters without a declared type that have the same shape everywhere are replicated."""
-    return {
-        n: Type(tuple(Dim(k) for k in shape)) for n, shape in untyped.items() if reference.get(n) == shape
-    }
+def infer_types(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Type]:
+    """Replicated types of these global shapes."""
+    return {n: Type(tuple(Dim(k) for k in shape)) for n, shape in shapes.items()}

@@ -39,7 +39,8 @@ def run(
     reference, kept = _reference(program, seeds, reference_mesh, keep_values, timeout)
     small = {a: n if a in kept else 1 for a, n in mesh.items()}
     types = _all_types(program, reference)
-    job = Job(program, mesh, seeds, types, keep_values=keep_values)
+    untyped = {n: t for n, t in types.items() if n not in program.params}
+    job = Job(program, mesh, seeds, untyped, keep_values=keep_values)
     ranks = execute(job, timeout)
     draws: list[Draw] = []
     if reference.complete and ranks.complete:
@@ -91,7 +92,7 @@ def _reference(
 def _all_types(program: Program, reference: Execution) -> dict[str, Type]:
     """The declared types, and replicated ones for parameters without."""
     untyped = next((o.untyped for o in reference.outcomes[0]), {})
-    return {**infer_types(untyped, untyped), **program.params}
+    return {**infer_types(untyped), **program.params}
 
 
 def _with_reference_draws(
@@ -118,6 +119,9 @@ def _runs(execution: Execution, mesh: Mapping[str, int]) -> list[RankRun]:
         for o in outcomes:
             run_.borders[o.seed] = o.borders
             run_.shapes = run_.shapes or o.shapes
+            run_.graph = run_.graph or o.graph
+            if o.program == outcomes[0].program:
+                run_.values[o.seed] = o.values
         out.append(run_)
     return out
 
