@@ -21,7 +21,7 @@ import spmdtypes
 from spmdtypes.config import Config, load_config
 from spmdtypes.diagnostics.explain import explain
 from spmdtypes.diagnostics.json_format import to_json
-from spmdtypes.diagnostics.render import console_for, render_failure, render_report, render_total
+from spmdtypes.diagnostics.render import console_for, render_failure, render_report, render_total, show
 from spmdtypes.errors import CannotCheck
 from spmdtypes.mesh import parse_sizes
 from spmdtypes.notation import NotationError
@@ -56,14 +56,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = _settings(args)
     except CannotCheck as e:
-        err.print(render_failure(e), end="")
+        show(err, render_failure(e))
         return BAD_INPUT
     quiet_libraries()
     run = check_paths([Path(p) for p in args.paths or config.paths], config, args, out, err)
     if config.format == "json":
         out.print(to_json(run.reports, run.failures, run.exit_code), markup=False)
     elif len(run.reports) + len(run.failures) > 1:
-        out.print(render_total(run.reports, len(run.failures)), end="")
+        show(out, render_total(run.reports, len(run.failures)))
     return run.exit_code
 
 
@@ -129,7 +129,7 @@ def check_paths(
             continue
         run.reports.append(report)
         if config.format == "text":
-            out.print(render_report(report, args.quiet), end="")
+            show(out, render_report(report, args.quiet))
     return run
 
 
@@ -144,7 +144,7 @@ def _fail(run: Run, failure: CannotCheck, config: Config, args: argparse.Namespa
     if args.debug:
         err.print("".join(traceback.format_exception(failure)), markup=False)
     if config.format == "text" or args.debug:
-        err.print(render_failure(failure), end="")
+        show(err, render_failure(failure))
 
 
 def _explain(arguments: Sequence[str]) -> int:

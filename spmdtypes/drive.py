@@ -217,8 +217,10 @@ def short_dtype(dtype: Any) -> str:
 
 
 def empty_parameter(t: Type, sizes: Mapping[str, int]) -> nn.Parameter:
-    """This rank's block of a parameter of type `t`, not initialised."""
-    return nn.Parameter(torch.empty(local_shape(t, sizes), dtype=torch_dtype(t)))
+    """This rank's block of a parameter of type `t`, not initialised. Single precision is the default
+    dtype: tests run in double precision."""
+    dtype = None if t.dtype in (None, "f32") else torch_dtype(t)
+    return nn.Parameter(torch.empty(local_shape(t, sizes), dtype=dtype))
 
 
 def replicated(shape: tuple[int, ...], dtype: str | None) -> Type:

@@ -63,22 +63,35 @@ def blame(error: BaseException, doing: str, file: str | Path | None = None, line
     """
     if isinstance(error, CannotCheck):
         return error.at(file, line)
-    place = user_frame(error.__traceback__, file) or (file, line)
+    frame = user_frame(error.__traceback__, file)
+    place = frame or (file, line)
     excerpt = ""
     if isinstance(error, SyntaxError) and error.filename:
         place = (error.filename, error.lineno or 1)
         text, excerpt = f"syntax error: {error.msg}", _caret(error)
+    elif frame is None and _raised_here(error.__traceback__):
+        text = f"internal error while {doing}: {type(error).__name__}: {_first_line(str(error))} (--debug shows where)"
     elif isinstance(error, RecursionError):
         text = f"{doing} recurses without end"
     else:
         message = getattr(error, "message", str(error))
-        first = next((m.strip() for m in str(message).splitlines() if m.strip()), "")
+        first = _first_line(str(message))
         excerpt = str(getattr(error, "excerpt", "") or "")
         kind = "" if excerpt else f"{type(error).__name__}"
         text = f"{doing}: " + ": ".join(p for p in (kind, first) if p)
     result = CannotCheck(text, *place, excerpt)
     result.__cause__ = error
     return result
+
+
+def _first_line(text: str) -> str:
+    return next((m.strip() for m in text.splitlines() if m.strip()), "")
+
+
+def _raised_here(tb: TracebackType | None) -> bool:
+    """Did one of our own modules raise?"""
+    frames = traceback.extract_tb(tb)
+    return bool(frames) and Path(frames[-1].filename).is_relative_to(_PACKAGE)
 
 
 def _caret(error: SyntaxError) -> str:

@@ -10,6 +10,7 @@ from math import prod
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -25,7 +26,7 @@ def scratch_mesh(sizes: Mapping[str, int]) -> Iterator[DeviceMesh]:
         world = prod(sizes.values())
         if world == 1:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
         else:
             dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
         try:

@@ -42,6 +42,12 @@ def console_for(stream: IO[str], color: bool | None = None) -> Console:
     )
 
 
+def show(console: Console, text: Text) -> None:
+    """Print a text that ends its own last line."""
+    text.rstrip()
+    console.print(text)
+
+
 def render_finding(finding: Finding) -> Text:
     """Message, excerpts in line order (notes and the place itself), hint, evidence."""
     style = _STYLE[finding.severity]
@@ -185,7 +191,7 @@ def plain(texts: Iterable[Text]) -> str:
     stream = StringIO()
     console = console_for(stream, color=False)
     for text in texts:
-        console.print(text, end="")
+        show(console, text)
     return stream.getvalue()
 
 
