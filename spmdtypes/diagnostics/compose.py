@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from spmdtypes.borders import Mismatch, factor_number
 from spmdtypes.contracts import Program
 from spmdtypes.core.infer import Inference
-from spmdtypes.diagnostics.finding import Finding, Note, Span
+from spmdtypes.diagnostics.finding import Evidence, Finding, Note, Span
+from spmdtypes.diagnostics.hints import hint_for
 from spmdtypes.graph import Frame, Graph, Node, Ref
 from spmdtypes.verdict import Verdict
 
@@ -209,7 +210,7 @@ def _finding(cause: Cause, program: Program, inference: Inference) -> Finding:
     notes += _context(cause, graph, lead)
     if span is None and program.file is not None:
         span = Span(str(program.file), program.line)
-    return Finding(
+    finding = Finding(
         code=cause.code,
         severity="error",
         message=_message(cause, lead, program),
@@ -220,11 +221,22 @@ def _finding(cause: Cause, program: Program, inference: Inference) -> Finding:
         border=lead.border,
         also=tuple(Note(None, _also(v, program)) for v in cause.verdicts[1:6]),
     )
+    return replace(finding, hint=hint_for(finding, _cure(lead)))
 
 
-def _evidence(verdicts: Iterable[Verdict]) -> str:  # type: ignore[return]
-    order = ("proved", "tested", "assumed", "unknown")
-    return min((v.evidence for v in verdicts), key=order.index)
+def _cure(v: Verdict) -> str | None:
+    """What the wrong value must be multiplied by, as a product of axis sizes."""
+    if v.mismatch is None or not v.mismatch.factor:
+        return None
+    up = [a for a, k in v.mismatch.factor if k < 0]
+    down = [a for a, k in v.mismatch.factor if k > 0]
+    return "*".join(up or ["1"]) + "".join(f"/{a}" for a in down)
+
+
+def _evidence(verdicts: Iterable[Verdict]) -> Evidence:
+    """The best we have for any of them."""
+    order: tuple[Evidence, ...] = ("proved", "tested", "assumed", "unknown")
+    return next((e for e in order if any(v.evidence == e for v in verdicts)), "unknown")
 
 
 def _distinct(notes: Iterable[Note]) -> list[Note]:
@@ -319,7 +331,7 @@ def _mismatch_message(what: str, m: Mismatch, v: Verdict, mesh: Mapping[str, int
         return f"{what} is a partial sum over {over}: every rank holds only its own share"
     if m.kind == "double":
         times = factor_number(m.factor, mesh)
-        return f"{what} is complete on every rank of {over}, yet reduced over it again: {times} times too large"
+        return f"{what} is complete on every rank of {over} and reduced over it again: {times} times too large"
     if m.kind == "scale":
         times = factor_number(m.factor, mesh)
         size = f"{times} times too large" if times > 1 else f"{1 / times} times too small"
