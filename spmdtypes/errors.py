@@ -70,7 +70,8 @@ def blame(error: BaseException, doing: str, file: str | Path | None = None, line
         place = (error.filename, error.lineno or 1)
         text, excerpt = f"syntax error: {error.msg}", _caret(error)
     elif frame is None and _raised_here(error.__traceback__):
-        text = f"internal error while {doing}: {type(error).__name__}: {_first_line(str(error))} (--debug shows where)"
+        what = f"{type(error).__name__}: {_first_line(str(error))}"
+        text = f"internal error while {doing}: {what} (--debug shows where)"
     elif isinstance(error, RecursionError):
         text = f"{doing} recurses without end"
     else:

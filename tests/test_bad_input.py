@@ -1,0 +1,191 @@
+"""Input that cannot be checked: one line that names file and line, exit code 2, no traceback."""
+
+import textwrap
+
+import pytest
+
+from spmdtypes.cli import main
+
+HEAD = """\
+import torch
+from torch import Tensor, nn
+from spmdtypes import Spmd, program
+
+"""  # the program below starts at line 5
+
+
+GOOD = """
+@program(mesh={"tp": 2})
+class Net(nn.Module):
+    w: Spmd[nn.Parameter, "d f@tp"]
+    def __init__(self, mesh, d, f):
+        super().__init__()
+        self.w = nn.Parameter(torch.empty(d, f // mesh.size()))
+    def forward(self, x: Spmd[Tensor, "b d"]) -> Spmd[Tensor, "b f@tp"]:
+        return x @ self.w
+"""
+
+
+def changed(old, new):
+    assert old in GOOD
+    return GOOD.replace(old, new)
+
+
+CASES = {
+    "syntax error": ("def f(:\n    pass\n", 5, "syntax error: invalid syntax"),
+    "import error": ("import no_such_module\n", 5, "ModuleNotFoundError: No module named 'no_such_module'"),
+    "exit while importing": ("raise SystemExit(3)\n", 5, "importing: SystemExit: 3"),
+    "no module found": ("class Net(nn.Module): ...\n", 1, "no program found"),
+    "no mesh": (changed('(mesh={"tp": 2})', "()"), 7, "Net has no mesh"),
+    "constructor wants something else": (
+        changed("mesh, d, f):", "mesh, config, d, f):"),
+        9,
+        "the constructor of Net needs 'config', which is no dim of the program",
+    ),
+    "constructor fails": (
+        changed("super().__init__()", "super().__init__(); self.n = d / 0"),
+        10,
+        "constructing Net: ZeroDivisionError: division by zero",
+    ),
+    "constructor makes no such parameter": (
+        changed("self.w =", "self.v ="),
+        8,
+        "Net.w is annotated, but the constructor makes no such tensor",
+    ),
+    "constructor makes another shape": (
+        changed("f // mesh.size()", "f"),
+        8,
+        "w is declared 'd f@tp', [4, 5] on each rank of tp=2, but the constructor made [4, 10]",
+    ),
+    "unknown axis": (
+        changed('"d f@tp"', '"d f@tpp"'),
+        8,
+        "unknown axis 'tpp' in 'd f@tpp': the mesh has tp (did you mean tp?)",
+    ),
+    "unknown axis of an argument": (changed('"b d"', '"b@dp d"'), 12, "unknown axis 'dp' in 'b@dp d'"),
+    "size not divisible": (
+        changed('{"tp": 2}', '{"tp": 2}, dims={"f": 5}'),
+        12,
+        "dim f = 5 is not divisible by axis tp = 2 in 'b f@tp': valid sizes of tp are 1, 5",
+    ),
+    "argument without a type": (
+        changed('x: Spmd[Tensor, "b d"]', "x"),
+        12,
+        "argument 'x' of Net.forward has no type",
+    ),
+    "result without a type": (
+        changed(' -> Spmd[Tensor, "b f@tp"]', ""),
+        12,
+        "the result of Net.forward has no type",
+    ),
+    "output that is no tensor": (
+        changed("return x @ self.w", "return [x @ self.w]"),
+        12,
+        "forward returns list, not a tensor",
+    ),
+    "output of another shape": (
+        changed("return x @ self.w", "return (x @ self.w).t()"),
+        12,
+        "forward returns shape [10, 3] where 'b f@tp' means [3, 10]",
+    ),
+    "forward raises": (
+        changed("return x @ self.w", "return x @ self.w @ self.w"),
+        13,
+        "running Net on one device: RuntimeError: mat1 and mat2 shapes cannot be multiplied",
+    ),
+    "cycle of modules": (
+        changed("super().__init__()", "super().__init__(); self.a = nn.Module(); self.a.b = self"),
+        7,
+        "modules form a cycle: Net.a.b is Net itself",
+    ),
+    "dim of size 0": (changed('{"tp": 2}', '{"tp": 2}, dims={"d": 0}'), 7, "dim d has size 0"),
+    "dim of size 0 in a type": (changed('"b d"', '"0 d"'), 12, "dim of size 0 in '0 d'"),
+    "axis of size 0": (changed('{"tp": 2}', '{"tp": 0}'), 6, "mesh axis tp has size 0"),
+    "axis used twice": (changed('"d f@tp"', '"d@tp f@tp"'), 8, "axis tp used twice in 'd@tp f@tp'"),
+    "typo in a type": (
+        changed('"d f@tp"', '"d f@@tp"'),
+        8,
+        "expected the name of a mesh axis after 'f@', found '@'",
+    ),
+    "typo in a result": (
+        changed('"b f@tp"', '"b f@tp | tp"'),
+        12,
+        "expected 'axis:P' or 'sum@axis' after '|'",
+    ),
+    "postponed typo": (
+        "from __future__ import annotations\n" + changed('"b d"', '"b d]"'),
+        13,
+        "expected a dim, '|' or the end, found ']'",
+    ),
+    "unknown axis of grads": (
+        changed('{"tp": 2}', '{"tp": 2}, grads={"dp": "avg"}'),
+        7,
+        "unknown axis 'dp' in grads: the mesh has tp",
+    ),
+}
+
+
+def write(tmp_path, source):
+    if source.startswith("from __future__"):
+        first, _, rest = source.partition("\n")
+        source = first + "\n" + HEAD + rest
+    else:
+        source = HEAD + source
+    file = tmp_path / "model.py"
+    file.write_text(source)
+    return file
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_line_that_names_file_and_line(case, tmp_path, monkeypatch, capsys):
+    source, line, message = CASES[case]
+    monkeypatch.chdir(tmp_path)
+    file = write(tmp_path, textwrap.dedent(source))
+    assert main([file.name]) == 2
+    out, err = capsys.readouterr()
+    first = err.splitlines()[0]
+    assert first.startswith(f"model.py:{line}: error: ")
+    assert message in first
+    assert "Traceback" not in out + err
+
+
+@pytest.mark.parametrize(
+    "case", ["axis used twice", "typo in a type", "typo in a result", "unknown axis", "syntax error"]
+)
+def test_what_is_misspelt_has_a_caret(case, tmp_path, capsys):
+    assert main([str(write(tmp_path, CASES[case][0]))]) == 2
+    _, text, caret = capsys.readouterr().err.splitlines()[:3]
+    assert caret.strip() == "^"
+    assert text[caret.index("^")] in "@tp:("
+
+
+def test_no_such_file(capsys):
+    assert main(["nowhere.py"]) == 2
+    assert capsys.readouterr().err.splitlines() == ["nowhere.py:1: error: no such file"]
+
+
+def test_a_mesh_that_cannot_be_read(capsys):
+    assert main(["x.py", "--mesh", "dp:2"]) == 2
+    assert capsys.readouterr().err.startswith("error: expected name=number, found 'dp:2'")
+
+
+def test_settings_that_are_wrong_name_their_line(tmp_path, capsys):
+    (tmp_path / "pyproject.toml").write_text(
+        "[project]\nname = 'x'\n[tool.spmdcheck]\nmesh = { dp = 2 }\ntests = 1\n"
+    )
+    assert main([str(tmp_path / "model.py")]) == 2
+    err = capsys.readouterr().err
+    assert "pyproject.toml:5: error: [tool.spmdcheck] tests: Extra inputs are not permitted" in err
+
+
+def test_debug_shows_the_traceback(tmp_path, capsys):
+    assert main([str(write(tmp_path, "import no_such_module\n")), "--debug"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_bad_file_does_not_hide_the_others(tmp_path, capsys):
+    for name, source in (("a.py", "import no_such_module\n"), ("b.py", "raise ValueError('b')\n")):
+        (tmp_path / name).write_text(HEAD + source)
+    assert main([str(tmp_path)]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.rpartition("/")[2].partition(":")[0] for line in lines] == ["a.py", "b.py"]
