@@ -17,8 +17,9 @@ from spmdtypes.ops import (
     view,
 )
 from spmdtypes.ops.registry import build, coverage, op
+from spmdtypes.ops.user import rule
 
-__all__ = ["build", "coverage", "op"]
+__all__ = ["build", "coverage", "op", "rule"]
 FAMILIES = (
     activation,
     attention,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import pi
 from typing import Any
 
 from spmdtypes.core.spec import Const, Expr, Iota, Operand, OpSpec, Out, Window, fn
@@ -28,6 +29,19 @@ def _backward(names_: str, slope: Slope) -> None:
 
 def _gelu(x: Expr, approximate: str = "none") -> Expr:
     return fn("gelu" if approximate == "none" else "gelu_tanh", x)
+
+
+def _gelu_slope(x: Expr, approximate: str = "none") -> Expr:
+    if approximate == "none":
+        bell = fn("exp", fn("sq", x) * -0.5) * (2 * pi) ** -0.5
+        return (1 + fn("erf", x * 2**-0.5)) * 0.5 + x * bell
+    t = fn("tanh", (x + fn("cube", x) * 0.044715) * (2 / pi) ** 0.5)
+    return (1 + t) * 0.5 + x * (1 - fn("sq", t)) * (fn("sq", x) * 0.134145 + 1) * (0.5 * (2 / pi) ** 0.5)
+
+
+def _mish_slope(x: Expr) -> Expr:
+    t = fn("tanh", fn("softplus", x))
+    return t + x * (1 - fn("sq", t)) * fn("sigmoid", x)
 
 
 def _leaky(x: Expr, slope: Any = 0.01) -> Expr:
@@ -79,13 +93,16 @@ _function("threshold", lambda x, threshold, value: fn("where", fn("gt", x, thres
 _backward("sigmoid_backward", lambda y: y * (1 - y))
 _backward("tanh_backward", lambda y: 1 - fn("sq", y))
 _backward("threshold_backward", lambda x, threshold: fn("gt", x, threshold))
-_backward("gelu_backward", lambda x, approximate="none": fn("gelu_slope_" + approximate, x))
-_backward("silu_backward", lambda x: fn("silu_slope", x))
-_backward("mish_backward", lambda x: fn("mish_slope", x))
+_backward("gelu_backward", _gelu_slope)
+_backward("silu_backward", lambda x: fn("sigmoid", x) * (1 + x * (1 - fn("sigmoid", x))))
+_backward("mish_backward", _mish_slope)
 _backward("leaky_relu_backward", lambda x, slope, is_result: fn("where", fn("gt", x, 0), 1, slope))
-_backward("softplus_backward", lambda x, beta, limit: fn("where", fn("gt", x * beta, limit), 1, fn("sigmoid", x * beta)))
+_backward(
+    "softplus_backward",
+    lambda x, beta, limit: fn("where", fn("gt", x * beta, limit), 1, fn("sigmoid", x * beta)),
+)
 _backward("hardsigmoid_backward", lambda x: _between(x, -3, 3) / 6)
-_backward("hardswish_backward", lambda x: fn("hardswish_slope", x))
+_backward("hardswish_backward", lambda x: fn("where", _between(x, -3, 3), x / 3 + 0.5, fn("ge", x, 3)))
 _backward("hardtanh_backward", _between)
 _backward("softshrink_backward hardshrink_backward", lambda x, lambd: _outside(x, -lambd, lambd))
 _backward("log_sigmoid_backward", lambda x, buffer: fn("sigmoid", -x))
@@ -121,9 +138,7 @@ def _halves(x: Operand, dim: int) -> tuple[list[Any], int, Expr, Expr]:
     d = wrap_dim(dim, x.ndim)
     vars = names(x.ndim)
     half = both(lambda n: n // 2, size_of(x, d))
-    first, second = (
-        x[replaced(vars, {d: Window(vars[d], start, half)})] for start in (0, half)
-    )
+    first, second = (x[replaced(vars, {d: Window(vars[d], start, half)})] for start in (0, half))
     return vars, d, first, second
 
 

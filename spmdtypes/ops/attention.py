@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spmdtypes.core.spec import Const, Expr, Iota, Operand, OpSpec, Out, Rand, Size, axes, fn, total
-from spmdtypes.ops.parts import spread
+from spmdtypes.ops.parts import Ints, Maybe, spread
 from spmdtypes.ops.registry import op
 
 B, H, S, T, D, E = axes("b h s t d e")
@@ -34,7 +34,7 @@ def factor(scale: float | None) -> Expr:
     return fn("rsqrt", Size(D)) if scale is None else Const(scale)
 
 
-def scores(q: Operand, k: Operand, causal: bool, mask: Operand | None, scale: float | None) -> Scores:
+def scores(q: Operand, k: Operand, causal: bool, mask: Maybe, scale: float | None) -> Scores:
     by = factor(scale)
     raw = total("sum", [D], q[B, H, S, D] * k[B, H, T, D]) * by
     if mask is not None:
@@ -52,7 +52,7 @@ def attention(
     k: Operand,
     v: Operand,
     causal: bool,
-    mask: Operand | None = None,
+    mask: Maybe = None,
     dropout: float = 0.0,
     scale: float | None = None,
 ) -> tuple[Out, Out]:
@@ -71,7 +71,7 @@ def attention_backward(
     out: Operand,
     lse: Operand,
     causal: bool,
-    mask: Operand | None = None,
+    mask: Maybe = None,
     scale: float | None = None,
 ) -> tuple[Out, Out, Out]:
     if q.ref_shape[1] != k.ref_shape[1]:
@@ -97,7 +97,7 @@ def flash_cpu(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     *,
-    attn_mask: Operand | None = None,
+    attn_mask: Maybe = None,
     scale: float | None = None,
 ) -> OpSpec:
     outs = attention(q, k, v, is_causal, attn_mask, dropout_p, scale)
@@ -115,7 +115,7 @@ def flash_cpu_backward(
     dropout_p: float,
     is_causal: bool,
     *,
-    attn_mask: Operand | None = None,
+    attn_mask: Maybe = None,
     scale: float | None = None,
 ) -> OpSpec:
     return OpSpec(attention_backward(grad, q, k, v, out, lse, is_causal, attn_mask, scale), same=SAME_WIDTH)
@@ -163,7 +163,7 @@ def efficient(
     q: Operand,
     k: Operand,
     v: Operand,
-    attn_bias: Operand | None,
+    attn_bias: Maybe,
     compute_log_sumexp: bool,
     dropout_p: float = 0.0,
     is_causal: bool = False,
@@ -180,13 +180,13 @@ def efficient_backward(
     q: Operand,
     k: Operand,
     v: Operand,
-    attn_bias: Operand | None,
+    attn_bias: Maybe,
     out: Operand,
     lse: Operand,
     seed: Any,
     offset: Any,
     dropout_p: float,
-    grad_input_mask: list[bool],
+    grad_input_mask: Ints,
     is_causal: bool = False,
     *,
     scale: float | None = None,
@@ -203,7 +203,7 @@ def cudnn(
     q: Operand,
     k: Operand,
     v: Operand,
-    attn_bias: Operand | None,
+    attn_bias: Maybe,
     compute_log_sumexp: bool,
     dropout_p: float = 0.0,
     is_causal: bool = False,
@@ -220,10 +220,10 @@ def math(
     q: Operand,
     k: Operand,
     v: Operand,
-    attn_mask: Operand | None = None,
+    attn_mask: Maybe = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
-    dropout_mask: Operand | None = None,
+    dropout_mask: Maybe = None,
     *,
     scale: float | None = None,
     enable_gqa: bool = False,

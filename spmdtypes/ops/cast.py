@@ -12,7 +12,7 @@ _SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c",
 
 
 def short(dtype: Any) -> str:
-    """"torch.bfloat16", "bfloat16" and "bf16" all give "bf16"."""
+    """ "torch.bfloat16", "bfloat16" and "bf16" all give "bf16"."""
     text = str(dtype).removeprefix("torch.")
     stem = text.rstrip("0123456789")
     return _SHORT.get(stem, stem) + text[len(stem) :]
@@ -67,7 +67,6 @@ def reinterpret(x: Operand, dtype: Any) -> OpSpec | None:
 @op("view_as_real")
 def view_as_real(x: Operand) -> OpSpec:
 
-
     vars, part = names(x.ndim), Var("part")
     value = x[tuple(vars)]
     split = fn("where", fn("eq", Iota(part), 0), fn("real", value), fn("imag", value))
@@ -76,7 +75,6 @@ def view_as_real(x: Operand) -> OpSpec:
 
 @op("view_as_complex")
 def view_as_complex(x: Operand) -> OpSpec:
-
 
     vars = names(x.ndim - 1)
     return OpSpec.of(Out(tuple(vars), fn("complex", x[(*vars, At(0))], x[(*vars, At(1))])))

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from spmdtypes.core.spec import Const, Iota, Operand, OpSpec, Out, Var, fn
-from spmdtypes.ops.parts import both, created, like, new_dims, number, rank_steps
+from spmdtypes.ops.parts import Ints, both, created, like, new_dims, number, rank_steps
 from spmdtypes.ops.registry import op
 
 
 def _fill(name: str, value: float) -> None:
     @op(f"{name} {name}.memory_format")
-    def from_sizes(size: list[Any], *_: Any, **__: Any) -> OpSpec:
+    def from_sizes(size: Ints, *_: Any, **__: Any) -> OpSpec:
         return created(size, lambda _: Const(value))
 
     @op(f"{name}_like {name}_like.memory_format")
@@ -34,12 +34,12 @@ def zero(x: Operand) -> OpSpec:
 
 
 @op("full")
-def full(size: list[Any], fill_value: Any, **_: Any) -> OpSpec:
+def full(size: Ints, fill_value: Any, **_: Any) -> OpSpec:
     return created(size, lambda _: Const(fill_value))
 
 
 @op("new_full")
-def new_full(x: Operand, size: list[Any], fill_value: Any, **_: Any) -> OpSpec:
+def new_full(x: Operand, size: Ints, fill_value: Any, **_: Any) -> OpSpec:
     return created(size, lambda _: Const(fill_value))
 
 
@@ -91,10 +91,10 @@ def eye(n: Any, m: Any = None, **_: Any) -> OpSpec:
 
 
 @op("empty_permuted")
-def empty_permuted(size: list[Any], *_: Any, **__: Any) -> OpSpec:
+def empty_permuted(size: Ints, *_: Any, **__: Any) -> OpSpec:
     return created(size, lambda _: Const(0))
 
 
 @op("new_empty_strided")
-def new_empty_strided(x: Operand, size: list[Any], *_: Any, **__: Any) -> OpSpec:
+def new_empty_strided(x: Operand, size: Ints, *_: Any, **__: Any) -> OpSpec:
     return created(size, lambda _: Const(0))

@@ -8,6 +8,8 @@ from typing import Any
 from spmdtypes.core.spec import ONE, Const, Expr, Iota, Operand, OpSpec, Out, Var, expr, fn, total
 from spmdtypes.graph import Lit
 from spmdtypes.ops.parts import (
+    Ints,
+    Maybe,
     both,
     broadcast,
     local,
@@ -22,6 +24,7 @@ from spmdtypes.ops.parts import (
     shaped_like,
     size_of,
     spread,
+    whole_of,
     wrap_dim,
 )
 from spmdtypes.ops.registry import op
@@ -165,10 +168,10 @@ def index_fill(x: Operand, dim: int, index: Operand, value: Any) -> OpSpec:
     return OpSpec.of(Out(tuple(vars), fn("where", total("max", inner, hit), fill, x[tuple(vars)])))
 
 
-def _advanced(x: Operand, indices: list[Operand | None]) -> tuple[list[Any], list[Any], int, dict[int, Expr]]:
+def _advanced(x: Operand, indices: list[Maybe]) -> tuple[list[Any], list[Any], int, dict[int, Expr]]:
     """(index dims, variables of `x`, where the index dims go, subscript per indexed dim)."""
     at = [d for d, i in enumerate(indices) if i is not None]
-    vars, values = broadcast(*[indices[d] for d in at])
+    vars, _ = broadcast(*[indices[d] for d in at])
     index_vars = {v: Var(f"at{v.name}") for v in vars if isinstance(v, Var)}
     renamed = [_renamed(i, len(vars), index_vars, vars) for i in (indices[d] for d in at) if i is not None]
     adjacent = at == list(range(at[0], at[0] + len(at)))
@@ -181,7 +184,7 @@ def _renamed(i: Operand, n: int, index_vars: dict[Var, Var], vars: Sequence[Any]
 
 
 @op("index.Tensor _unsafe_index.Tensor")
-def index(x: Operand, indices: list[Operand | None]) -> OpSpec | None:
+def index(x: Operand, indices: list[Maybe]) -> OpSpec | None:
     """A boolean index gives a shape that depends on data: no description."""
     if any(i is not None and i.dtype in ("bool", "u8") for i in indices):
         return None
@@ -192,7 +195,7 @@ def index(x: Operand, indices: list[Operand | None]) -> OpSpec | None:
 
 @op("index_put _unsafe_index_put _index_put_impl")
 def index_put(
-    x: Operand, indices: list[Operand | None], values: Operand, accumulate: bool = False, *_: Any
+    x: Operand, indices: list[Maybe], values: Operand, accumulate: bool = False, *_: Any
 ) -> OpSpec | None:
     if any(i is not None and i.dtype in ("bool", "u8") for i in indices):
         return _put_where(x, indices, values, accumulate)
@@ -201,7 +204,9 @@ def index_put(
     value = spread(values, [*rest[:place], *picked, *rest[place:]])
     hit: Expr = expr(1)
     for d, i in at.items():
-        hit = fn("and", hit, fn("eq", i, Iota(vars[d]))) if d != next(iter(at)) else fn("eq", i, Iota(vars[d]))
+        hit = (
+            fn("and", hit, fn("eq", i, Iota(vars[d]))) if d != next(iter(at)) else fn("eq", i, Iota(vars[d]))
+        )
     inner = [v for v in picked if isinstance(v, Var)]
     added, own = total("sum", inner, hit * value), x[tuple(vars)]
     if accumulate:
@@ -209,7 +214,7 @@ def index_put(
     return OpSpec.of(Out(tuple(vars), fn("where", total("max", inner, hit), added, own)))
 
 
-def _put_where(x: Operand, indices: list[Any], values: Operand, accumulate: bool) -> OpSpec | None:
+def _put_where(x: Operand, indices: Ints, values: Operand, accumulate: bool) -> OpSpec | None:
     """A mask with one value for all places; other values are consumed in a data-dependent order."""
     masks = [i for i in indices if i is not None]
     if len(masks) != 1 or indices[0] is None or any(not one for one in values.one):
@@ -228,13 +233,13 @@ def take(x: Operand, index: Operand) -> OpSpec | None:
     return OpSpec.of(Out(tuple(vars), x[index[tuple(vars)]]))
 
 
-def _resized(grad: Operand, sizes: list[Any], d: int, at: Any, hit: Expr, vars: list[Var]) -> OpSpec:
+def _resized(grad: Operand, sizes: Ints, d: int, at: Any, hit: Expr, vars: list[Var]) -> OpSpec:
     """`grad` placed inside zeros: read at `at` along `d` where `hit`, zero elsewhere."""
     lead = replaced(vars, {d: at})
     return OpSpec.of(Out(tuple(vars), fn("where", hit, grad[lead], 0)), sizes={vars[d]: sizes[d]})
 
 
-def _is_whole(x: Operand, sizes: list[Any], d: int) -> bool:
+def _is_whole(x: Operand, sizes: Ints, d: int) -> bool:
     return bool(local(sizes[d]) == x.shape[d] and ref(sizes[d]) == x.ref_shape[d])
 
 
@@ -244,9 +249,7 @@ def _begin(start: Any, n: Any) -> Any:
 
 
 @op("slice_backward")
-def slice_backward(
-    grad: Operand, input_sizes: list[Any], dim: int, start: Any, end: Any, step: int
-) -> OpSpec:
+def slice_backward(grad: Operand, input_sizes: Ints, dim: int, start: Any, end: Any, step: int) -> OpSpec:
     d = wrap_dim(dim, grad.ndim)
     vars = names(grad.ndim)
     if step == 1 and _is_whole(grad, input_sizes, d):
@@ -260,7 +263,7 @@ def slice_backward(
 
 
 @op("select_backward")
-def select_backward(grad: Operand, input_sizes: list[Any], dim: int, index: Any) -> OpSpec:
+def select_backward(grad: Operand, input_sizes: Ints, dim: int, index: Any) -> OpSpec:
     n = len(input_sizes)
     d = wrap_dim(dim, n)
     vars, sizes = new_dims([input_sizes[d]], "at")
@@ -268,7 +271,12 @@ def select_backward(grad: Operand, input_sizes: list[Any], dim: int, index: Any)
     rest = names(n - 1)
     value = grad[tuple(rest)]
     if sizes:
-        value = fn("where", fn("eq", Iota(vars[0]), Const(number(local(place), ref(place), rank_steps((1, index))))), value, 0)
+        value = fn(
+            "where",
+            fn("eq", Iota(vars[0]), Const(number(local(place), ref(place), rank_steps((1, index))))),
+            value,
+            0,
+        )
     return OpSpec.of(Out((*rest[:d], *vars, *rest[d:]), value), sizes=sizes)
 
 
@@ -298,7 +306,7 @@ def select_scatter(x: Operand, src: Operand, dim: int, index: Any) -> OpSpec:
 
 
 @op("constant_pad_nd")
-def pad(x: Operand, pad: list[Any], value: Any = 0) -> OpSpec:
+def pad(x: Operand, pad: Ints, value: Any = 0) -> OpSpec:
     vars = names(x.ndim)
     at: dict[int, Any] = {}
     sizes: dict[Var, Any] = {}
@@ -329,7 +337,7 @@ _triangle("triu", "ge")
 
 
 @op("diagonal_backward")
-def diagonal_backward(grad: Operand, input_sizes: list[Any], offset: int, dim1: int, dim2: int) -> OpSpec:
+def diagonal_backward(grad: Operand, input_sizes: Ints, offset: int, dim1: int, dim2: int) -> OpSpec:
     n = len(input_sizes)
     a, b = wrap_dim(dim1, n), wrap_dim(dim2, n)
     vars = names(n)
@@ -343,7 +351,7 @@ def diagonal_backward(grad: Operand, input_sizes: list[Any], offset: int, dim1: 
 
 
 @op("unfold_backward")
-def unfold_backward(grad: Operand, input_sizes: list[Any], dim: int, size: int, step: int) -> OpSpec:
+def unfold_backward(grad: Operand, input_sizes: Ints, dim: int, size: int, step: int) -> OpSpec:
     n = len(input_sizes)
     d = wrap_dim(dim, n)
     vars, count, inside = names(n), Var("count"), Var("inside")
@@ -357,3 +365,21 @@ def isin(x: Operand, candidates: Operand, **_: Any) -> OpSpec:
     vars, inner = names(x.ndim), names(candidates.ndim, "c")
     hit = fn("eq", x[tuple(vars)], candidates[tuple(inner)])
     return OpSpec.of(Out(tuple(vars), total("max", inner, hit)))
+
+
+@op("bucketize.Tensor")
+def bucketize(x: Operand, boundaries: Operand, **_: Any) -> OpSpec:
+    vars = names(x.ndim)
+    return OpSpec.of(Out(tuple(vars), fn("opaque", x[tuple(vars)], whole_of(boundaries, [Var("b")], [0]))))
+
+
+@op("masked_scatter")
+def masked_scatter(x: Operand, mask: Operand, source: Operand) -> OpSpec:
+    """Which element of `source` goes where depends on the whole mask."""
+    vars = names(x.ndim)
+    shown = spread(mask, vars)
+    inner = names(mask.ndim, "m")
+    every = total("sum", inner, fn("opaque", *map(Iota, inner), mask[tuple(inner)]))
+    taken = whole_of(source, names(source.ndim, "s"), range(source.ndim))
+    value = fn("opaque", *map(Iota, vars), every, taken)
+    return OpSpec.of(Out(tuple(vars), fn("where", shown, value, x[tuple(vars)])))

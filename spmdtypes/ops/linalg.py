@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from spmdtypes.core.spec import Expr, Iota, Operand, OpSpec, Out, Var, fn, total
-from spmdtypes.ops.parts import both, mixed, names, shaped_like, size_of, whole_of
+from spmdtypes.ops.parts import Ints, both, mixed, names, shaped_like, size_of, whole_of
 from spmdtypes.ops.registry import op
 
 
@@ -18,7 +18,9 @@ def _matrix(x: Operand) -> tuple[list[Var], Expr]:
 
 
 def _unknown(batch: list[Var], dims: list[tuple[Var, Any]], *inputs: Expr) -> tuple[Out, dict[Var, Any]]:
-    return Out((*batch, *[v for v, _ in dims]), fn("opaque", *[Iota(v) for v, _ in dims], *inputs)), dict(dims)
+    return Out((*batch, *[v for v, _ in dims]), fn("opaque", *[Iota(v) for v, _ in dims], *inputs)), dict(
+        dims
+    )
 
 
 def _factors(x: Operand, shapes: list[list[Any]]) -> OpSpec:
@@ -46,7 +48,11 @@ def qr(x: Operand, mode: str = "reduced") -> OpSpec | None:
 @op("_linalg_svd")
 def svd(x: Operand, full_matrices: bool = False, compute_uv: bool = True, **_: Any) -> OpSpec | None:
     m, n, k = _sides(x)
-    return _factors(x, [[m, m if full_matrices else k], [k], [n if full_matrices else k, n]]) if compute_uv else None
+    return (
+        _factors(x, [[m, m if full_matrices else k], [k], [n if full_matrices else k, n]])
+        if compute_uv
+        else None
+    )
 
 
 @op("linalg_svdvals")
@@ -147,41 +153,46 @@ def avg_pool(
 
 
 @op("_adaptive_avg_pool2d _adaptive_avg_pool3d")
-def adaptive_avg_pool(x: Operand, output_size: list[Any]) -> OpSpec:
+def adaptive_avg_pool(x: Operand, output_size: Ints) -> OpSpec:
     vars, dims = _pool_size(x, len(output_size))
     sizes = {vars[d]: s for d, s in zip(dims, output_size)}
     return OpSpec.of(Out(tuple(vars), mixed(x, vars, dims)), sizes=sizes)
 
 
 @op("upsample_nearest1d upsample_nearest2d upsample_bilinear2d upsample_linear1d upsample_bicubic2d")
-def upsample(x: Operand, output_size: list[Any], *_: Any) -> OpSpec:
+def upsample(x: Operand, output_size: Ints, *_: Any) -> OpSpec:
     return adaptive_avg_pool(x, output_size)
 
 
-@op("avg_pool2d_backward avg_pool3d_backward _adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward")
-def avg_pool_backward(grad: Operand, x: Operand, *_: Any) -> OpSpec:
-    vars, dims = _pool_size(x, x.ndim - (2 if x.ndim > 3 else 1))
-    return OpSpec.of(Out(tuple(vars), mixed(grad, vars, dims)), uses=(shaped_like(x, vars),))
+def _backward_of_pool(n: int) -> None:
+    @op(f"avg_pool{n}d_backward _adaptive_avg_pool{n}d_backward")
+    def average(grad: Operand, x: Operand, *_: Any) -> OpSpec:
+        vars, dims = _pool_size(x, n)
+        return OpSpec.of(Out(tuple(vars), mixed(grad, vars, dims)), uses=(shaped_like(x, vars),))
+
+    @op(f"max_pool{n}d_with_indices_backward")
+    def maximum(grad: Operand, x: Operand, *args: Any) -> OpSpec:
+        """A scatter of the gradient to the positions kept in the last argument."""
+        vars, dims = _pool_size(x, n)
+        inner = [Var(f"k{d}") for d in dims]
+        read = (*vars[: dims[0]], *inner)
+        hit = fn("opaque", *[Iota(vars[d]) for d in dims], args[-1][read])
+        return OpSpec.of(
+            Out(tuple(vars), total("sum", inner, hit * grad[read])), uses=(shaped_like(x, vars),)
+        )
+
+
+_backward_of_pool(2)
+_backward_of_pool(3)
 
 
 @op("upsample_nearest1d_backward upsample_nearest2d_backward upsample_bilinear2d_backward")
-def upsample_backward(grad: Operand, output_size: Any, input_size: list[Any], *_: Any) -> OpSpec:
+def upsample_backward(grad: Operand, output_size: Any, input_size: Ints, *_: Any) -> OpSpec:
     vars, dims = _pool_size(grad, grad.ndim - 2)
     return OpSpec.of(Out(tuple(vars), mixed(grad, vars, dims)), sizes={vars[d]: input_size[d] for d in dims})
 
 
-@op("max_pool2d_with_indices_backward max_pool3d_with_indices_backward")
-def max_pool_backward(grad: Operand, x: Operand, *args: Any) -> OpSpec:
-    """A scatter of the gradient to the positions kept in `indices`."""
-    indices = args[-1]
-    vars, dims = _pool_size(x, x.ndim - 2 if x.ndim > 3 else 2)
-    inner = [Var(f"k{d}") for d in dims]
-    read = (*vars[: dims[0]], *inner)
-    hit = fn("opaque", *[Iota(vars[d]) for d in dims], indices[read])
-    return OpSpec.of(Out(tuple(vars), total("sum", inner, hit * grad[read])), uses=(shaped_like(x, vars),))
-
-
 @op("_fft_c2c")
-def fft(x: Operand, dim: list[int], *_: Any) -> OpSpec:
+def fft(x: Operand, dim: Ints, *_: Any) -> OpSpec:
     vars, dims = names(x.ndim), [d % x.ndim for d in dim]
     return OpSpec.of(Out(tuple(vars), mixed(x, vars, dims)), uses=(shaped_like(x, vars),))

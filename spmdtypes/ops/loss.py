@@ -6,17 +6,27 @@ from collections.abc import Callable
 from typing import Any
 
 from spmdtypes.core.spec import Const, Expr, Iota, Operand, OpSpec, Out, Size, Var, expr, fn, mean, total
-from spmdtypes.ops.parts import broadcast, names, shaped_like, wrap_dim
+from spmdtypes.ops.parts import Ints, Maybe, broadcast, names, shaped_like, wrap_dim
 from spmdtypes.ops.registry import op
 
 Pair = Callable[..., Expr]
 
 
-@op("_softmax softmax.int _safe_softmax")
-def softmax(x: Operand, dim: int, half_to_float: Any = None, **_: Any) -> OpSpec:
+@op("_softmax softmax.int")
+def softmax(x: Operand, dim: int, half_to_float: Any = None) -> OpSpec:
     vars, over, value = _along(x, dim)
     e = fn("exp", value - total("max", over, value))
     return OpSpec.of(Out(tuple(vars), e / total("sum", over, e)))
+
+
+@op("_safe_softmax")
+def safe_softmax(x: Operand, dim: int, dtype: Any = None) -> OpSpec:
+    """Rows that are all -inf give 0."""
+    vars, over, value = _along(x, dim)
+    top = total("max", over, value)
+    e = fn("exp", value - top)
+    hidden = fn("eq", top, float("-inf"))
+    return OpSpec.of(Out(tuple(vars), fn("where", hidden, 0, e / total("sum", over, e))))
 
 
 @op("_log_softmax log_softmax.int")
@@ -75,14 +85,16 @@ def _pairwise(name: str, value: Pair, slope: Pair, extra: int = 0) -> None:
         return OpSpec.of(Out(vars, result))
 
 
-def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any], tensors: int) -> tuple[list[Any], int, list[Any]]:
+def _arguments(
+    args: tuple[Any, ...], kwargs: dict[str, Any], tensors: int
+) -> tuple[list[Any], int, list[Any]]:
     operands = [*args[:tensors], *[kwargs.get(k) for k in ("weight", "pos_weight")]][:tensors]
     rest = list(args[tensors:])
     reduction = kwargs.get("reduction", rest.pop(0) if rest else 1)
     return operands, reduction, rest + [v for k, v in kwargs.items() if k in ("beta", "delta", "log_target")]
 
 
-def _placed(operands: list[Any], values: list[Expr]) -> list[Expr | None]:
+def _placed(operands: Ints, values: list[Expr]) -> list[Expr | None]:
     given = iter(values)
     return [None if x is None else next(given) for x in operands]
 
@@ -131,9 +143,7 @@ _pairwise("huber_loss", _huber, _huber_slope)
 _pairwise("binary_cross_entropy", _bce, _bce_slope, extra=1)
 _pairwise("binary_cross_entropy_with_logits", _bce_logits, lambda x, t, w, p: fn("opaque", x, t), extra=2)
 _pairwise(
-    "soft_margin_loss",
-    lambda x, t: fn("softplus", -(x * t)),
-    lambda x, t: -(t * fn("sigmoid", -(x * t))),
+    "soft_margin_loss", lambda x, t: fn("softplus", -(x * t)), lambda x, t: -(t * fn("sigmoid", -(x * t)))
 )
 _pairwise(
     "kl_div",
@@ -144,11 +154,7 @@ _pairwise(
 
 @op("nll_loss_forward nll_loss nll_loss2d_forward nll_loss2d nll_loss_nd")
 def nll_loss(
-    x: Operand,
-    target: Operand,
-    weight: Operand | None = None,
-    reduction: int = 1,
-    ignore_index: int = -100,
+    x: Operand, target: Operand, weight: Maybe = None, reduction: int = 1, ignore_index: int = -100
 ) -> OpSpec:
     """Outputs: the loss, and the total weight of the targets that count."""
     places = tuple(names(target.ndim, "t"))
@@ -164,12 +170,10 @@ def nll_loss(
         return OpSpec.of(Out((), mean(places, each)), Out((), _extent(places)), assumes=assumed)
     sum_of_weights = total("sum", places, fn("where", valid, weights, 0))
     loss = total("sum", places, each)
-    return OpSpec.of(
-        Out((), loss / sum_of_weights if reduction == 1 else loss), Out((), sum_of_weights)
-    )
+    return OpSpec.of(Out((), loss / sum_of_weights if reduction == 1 else loss), Out((), sum_of_weights))
 
 
-def _counted(t: Expr, weight: Operand | None, ignore_index: int) -> tuple[Expr, Expr]:
+def _counted(t: Expr, weight: Maybe, ignore_index: int) -> tuple[Expr, Expr]:
     return fn("ne", t, ignore_index), expr(1) if weight is None else weight[t]
 
 
@@ -185,7 +189,7 @@ def nll_loss_backward(
     grad: Operand,
     x: Operand,
     target: Operand,
-    weight: Operand | None,
+    weight: Maybe,
     reduction: int,
     ignore_index: int,
     total_weight: Operand,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from spmdtypes.core.spec import ONE, Const, Expr, Iota, Operand, OpSpec, Out, Var, axes, fn, total
+from spmdtypes.core.spec import ONE, Const, Expr, Iota, Load, Operand, OpSpec, Out, Var, axes, fn, total
 from spmdtypes.graph import Lit
-from spmdtypes.ops.parts import both, local, names, ref, shaped_like, size_of, spread
+from spmdtypes.ops.parts import Ints, Maybe, both, broadcast, local, names, ref, shaped_like, size_of, spread
 from spmdtypes.ops.reduce import norm
 from spmdtypes.ops.registry import op
 
@@ -66,7 +66,7 @@ def _times(x: Expr, factor: Any) -> Expr:
 
 
 @op("linear")
-def linear(x: Operand, weight: Operand, bias: Operand | None = None) -> OpSpec:
+def linear(x: Operand, weight: Operand, bias: Maybe = None) -> OpSpec:
     rows, k, o = names(x.ndim - 1), Var("k"), Var("o")
     value = total("sum", [k], x[(*rows, k)] * weight[o, k])
     return OpSpec.of(Out((*rows, o), value if bias is None else value + bias[o]))
@@ -98,9 +98,9 @@ def _one_or(x: Operand, dim: int, var: Var) -> Any:
 @op("_euclidean_dist _cdist_forward")
 def cdist(a: Operand, b: Operand, p: float = 2, *_: Any) -> OpSpec:
     i, j, k = axes("i j k")
-    batch = names(max(a.ndim, b.ndim) - 2, "b")
-    read = [spread(x, (*batch, *tail)) for x, tail in ((a, (i, k)), (b, (j, k)))]
-    return OpSpec.of(Out((*batch, i, j), norm([k], read[0] - read[1], p)))
+    vars, values = broadcast(*[Operand(x.position, x.shape[:-2], x.ref_shape[:-2], x.dtype) for x in (a, b)])
+    left, right = (Load(v.operand, (*v.index, t, k)) for v, t in zip(values, (i, j)) if isinstance(v, Load))
+    return OpSpec.of(Out((*vars, i, j), norm([k], left - right, p)))
 
 
 @op("_cdist_backward")
@@ -116,7 +116,12 @@ class _Conv:
     """Index arithmetic of a convolution: which input position a (output, kernel) pair meets."""
 
     def __init__(
-        self, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], transposed: bool, groups: Any
+        self,
+        stride: Sequence[int],
+        padding: Sequence[int],
+        dilation: Sequence[int],
+        transposed: bool,
+        groups: Any,
     ):
         self.stride, self.padding, self.dilation = stride, padding, dilation
         self.transposed, self.groups = transposed, groups
@@ -170,12 +175,12 @@ def _read_x(x: Operand, b: Var, channel: Any, places: list[Expr]) -> Expr:
 def convolution(
     x: Operand,
     w: Operand,
-    bias: Operand | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
+    bias: Maybe,
+    stride: Ints,
+    padding: Ints,
+    dilation: Ints,
     transposed: bool,
-    output_padding: list[int],
+    output_padding: Ints,
     groups: Any,
     *_: Any,
 ) -> OpSpec | None:
@@ -216,13 +221,13 @@ def convolution_backward(
     x: Operand,
     w: Operand,
     bias_sizes: Any,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
+    stride: Ints,
+    padding: Ints,
+    dilation: Ints,
     transposed: bool,
-    output_padding: list[int],
+    output_padding: Ints,
     groups: Any,
-    output_mask: list[bool],
+    output_mask: Ints,
 ) -> OpSpec | None:
     n = x.ndim - 2
     conv = _Conv(stride, padding, dilation, transposed, groups)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from spmdtypes.core.spec import ONE, Const, Expr, Iota, Operand, OpSpec, Out, Size, Var, fn, mean, total
-from spmdtypes.ops.parts import names, shaped_like, size_of
+from spmdtypes.ops.parts import Ints, Maybe, names, shaped_like, size_of
 from spmdtypes.ops.registry import op
 
 
-def masked(outs: tuple[Out, ...], mask: list[bool]) -> tuple[Out | None, ...]:
+def masked(outs: tuple[Out, ...], mask: Ints) -> tuple[Out | None, ...]:
     return tuple(o if wanted else None for o, wanted in zip(outs, mask))
 
 
-def _split(x: Operand, normalized: list[Any]) -> tuple[list[Var], list[Var], list[Var]]:
+def _split(x: Operand, normalized: Ints) -> tuple[list[Var], list[Var], list[Var]]:
     vars = names(x.ndim)
     cut = x.ndim - len(normalized)
     return vars, vars[:cut], vars[cut:]
@@ -30,7 +30,7 @@ def centred(over: list[Var], x: Expr, eps: Any) -> tuple[Expr, Expr, Expr]:
     return m, r, (x - m) * r
 
 
-def affine(y: Expr, w: Operand | None, b: Operand | None, index: tuple[Any, ...]) -> Expr:
+def affine(y: Expr, w: Maybe, b: Maybe, index: tuple[Any, ...]) -> Expr:
     y = y if w is None else y * w[index]
     return y if b is None else y + b[index]
 
@@ -41,9 +41,7 @@ def centred_backward(over: list[Var], g: Expr, xhat: Expr, r: Expr) -> Expr:
 
 
 @op("native_layer_norm")
-def layer_norm(
-    x: Operand, normalized_shape: list[Any], w: Operand | None, b: Operand | None, eps: float
-) -> OpSpec:
+def layer_norm(x: Operand, normalized_shape: Ints, w: Maybe, b: Maybe, eps: float) -> OpSpec:
     vars, outer, inner = _split(x, normalized_shape)
     m, r, y = centred(inner, x[tuple(vars)], eps)
     stat = _stat(outer, inner)
@@ -54,12 +52,12 @@ def layer_norm(
 def layer_norm_backward(
     grad: Operand,
     x: Operand,
-    normalized_shape: list[Any],
+    normalized_shape: Ints,
     m: Operand,
     r: Operand,
-    w: Operand | None,
-    b: Operand | None,
-    output_mask: list[bool],
+    w: Maybe,
+    b: Maybe,
+    output_mask: Ints,
 ) -> OpSpec:
     vars, outer, inner = _split(x, normalized_shape)
     stat = _stat(outer, inner)
@@ -75,35 +73,31 @@ def layer_norm_backward(
 
 
 @op("_fused_rms_norm")
-def rms_norm(x: Operand, normalized_shape: list[Any], w: Operand | None, eps: float | None) -> OpSpec:
+def rms_norm(x: Operand, normalized_shape: Ints, w: Maybe, eps: float | None) -> OpSpec:
     vars, outer, inner = _split(x, normalized_shape)
     value = x[tuple(vars)]
     r = fn("rsqrt", mean(inner, fn("sq", value)) + (EPS.get(x.dtype, 0.0) if eps is None else eps))
-    return OpSpec.of(
-        Out(tuple(vars), affine(value * r, w, None, tuple(inner))), Out(_stat(outer, inner), r)
-    )
+    return OpSpec.of(Out(tuple(vars), affine(value * r, w, None, tuple(inner))), Out(_stat(outer, inner), r))
 
 
 EPS = {"f64": 2.220446049250313e-16, "f32": 1.1920928955078125e-07, "bf16": 0.0078125, "f16": 0.0009765625}
 
 
 @op("rms_norm")
-def rms_norm_only(
-    x: Operand, normalized_shape: list[Any], w: Operand | None = None, eps: float | None = None
-) -> OpSpec:
+def rms_norm_only(x: Operand, normalized_shape: Ints, w: Maybe = None, eps: float | None = None) -> OpSpec:
     return OpSpec(rms_norm(x, normalized_shape, w, eps).outs[:1])
 
 
 @op("layer_norm")
 def layer_norm_only(
-    x: Operand, shape: list[Any], w: Operand | None = None, b: Operand | None = None, eps: float = 1e-5, *_: Any
+    x: Operand, shape: Ints, w: Maybe = None, b: Maybe = None, eps: float = 1e-5, *_: Any
 ) -> OpSpec:
     return OpSpec(layer_norm(x, shape, w, b, eps).outs[:1])
 
 
 @op("_fused_rms_norm_backward")
 def rms_norm_backward(
-    grad: Operand, x: Operand, normalized_shape: list[Any], r: Operand, w: Operand | None, output_mask: list[bool]
+    grad: Operand, x: Operand, normalized_shape: Ints, r: Operand, w: Maybe, output_mask: Ints
 ) -> OpSpec:
     vars, outer, inner = _split(x, normalized_shape)
     rs = r[_stat(outer, inner)]
@@ -123,14 +117,7 @@ def _channel(x: Operand) -> tuple[list[Var], Var, list[Var]]:
 
 
 def _batch_norm(
-    x: Operand,
-    w: Operand | None,
-    b: Operand | None,
-    mean_: Operand | None,
-    var_: Operand | None,
-    training: bool,
-    momentum: float,
-    eps: float,
+    x: Operand, w: Maybe, b: Maybe, mean_: Maybe, var_: Maybe, training: bool, momentum: float, eps: float
 ) -> tuple[Out, ...]:
     """(output, saved mean, saved 1/deviation, new running mean, new running variance)."""
     vars, c, over = _channel(x)
@@ -165,10 +152,10 @@ def _norm_spec(x: Operand, outs: tuple[Out, ...]) -> OpSpec:
 @op("native_batch_norm _native_batch_norm_legit cudnn_batch_norm miopen_batch_norm")
 def batch_norm(
     x: Operand,
-    w: Operand | None,
-    b: Operand | None,
-    running_mean: Operand | None,
-    running_var: Operand | None,
+    w: Maybe,
+    b: Maybe,
+    running_mean: Maybe,
+    running_var: Maybe,
     training: bool,
     momentum: float,
     eps: float,
@@ -183,30 +170,43 @@ def batch_norm_functional(*args: Any) -> OpSpec:
 
 @op("_native_batch_norm_legit.no_stats")
 def batch_norm_no_stats(
-    x: Operand, w: Operand | None, b: Operand | None, training: bool, momentum: float, eps: float
+    x: Operand, w: Maybe, b: Maybe, training: bool, momentum: float, eps: float
 ) -> OpSpec:
     return _norm_spec(x, _batch_norm(x, w, b, None, None, training, momentum, eps)[:3])
 
 
 @op("_native_batch_norm_legit_no_training")
 def batch_norm_no_training(
-    x: Operand, w: Operand | None, b: Operand | None, m: Operand, v: Operand, momentum: float, eps: float
+    x: Operand, w: Maybe, b: Maybe, m: Operand, v: Operand, momentum: float, eps: float
 ) -> OpSpec:
     return _norm_spec(x, _batch_norm(x, w, b, m, v, False, momentum, eps)[:3])
+
+
+@op("_batch_norm_with_update_functional")
+def batch_norm_with_update(
+    x: Operand, w: Maybe, b: Maybe, m: Operand, v: Operand, momentum: float, eps: float
+) -> OpSpec:
+    y, mean_, r, *running = _batch_norm(x, w, b, m, v, True, momentum, eps)
+    return OpSpec((y, mean_, r, None, *running))
+
+
+@op("_batch_norm_with_update")
+def batch_norm_update(*args: Any) -> OpSpec:
+    return OpSpec(batch_norm_with_update(*args).outs[:4])
 
 
 @op("native_batch_norm_backward")
 def batch_norm_backward(
     grad: Operand,
     x: Operand,
-    w: Operand | None,
-    running_mean: Operand | None,
-    running_var: Operand | None,
-    save_mean: Operand | None,
-    save_invstd: Operand | None,
+    w: Maybe,
+    running_mean: Maybe,
+    running_var: Maybe,
+    save_mean: Maybe,
+    save_invstd: Maybe,
     train: bool,
     eps: float,
-    output_mask: list[bool],
+    output_mask: Ints,
 ) -> OpSpec:
     vars, c, over = _channel(x)
     g, value = grad[tuple(vars)], x[tuple(vars)]
@@ -228,7 +228,7 @@ def batch_norm_backward(
 
 @op("native_group_norm")
 def group_norm(
-    x: Operand, w: Operand | None, b: Operand | None, N: Any, C: Any, HxW: Any, group: Any, eps: float
+    x: Operand, w: Maybe, b: Maybe, N: Any, C: Any, HxW: Any, group: Any, eps: float
 ) -> OpSpec | None:
     """Statistics couple the channels of a group: channels must be whole unless groups are dims."""
     vars = names(x.ndim)
@@ -260,12 +260,12 @@ def group_norm_backward(
     x: Operand,
     m: Operand,
     r: Operand,
-    w: Operand | None,
+    w: Maybe,
     N: Any,
     C: Any,
     HxW: Any,
     group: Any,
-    output_mask: list[bool],
+    output_mask: Ints,
 ) -> OpSpec | None:
     if not isinstance(group, int) or not isinstance(size_of(x, 1), int):
         return None
@@ -296,3 +296,8 @@ def group_norm_backward(
         Out((c,), total("sum", over, g)),
     )
     return OpSpec(masked(outs, output_mask))
+
+
+@op("batch_norm_backward")
+def batch_norm_backward_reserve(*args: Any) -> OpSpec:
+    return batch_norm_backward(*args[:10])

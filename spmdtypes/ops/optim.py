@@ -5,10 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from spmdtypes.core.spec import Expr, Operand, OpSpec, fn
-from spmdtypes.ops.parts import elementwise, join
+from spmdtypes.ops.parts import Maybe, elementwise, join
 from spmdtypes.ops.registry import builder_of, op
 
-_OVERLOADS = {"List": "Tensor", "ScalarList": "Scalar", "Tensor": "Tensor", "Scalar": "Scalar", "default": "default"}
+_OVERLOADS = {
+    "List": "Tensor",
+    "ScalarList": "Scalar",
+    "Tensor": "Tensor",
+    "Scalar": "Scalar",
+    "default": "default",
+}
 _UNARY = """abs acos asin atan ceil cos cosh erf erfc exp expm1 floor frac log log10 log1p log2 neg reciprocal
 round rsqrt sigmoid sign sin sinh sqrt tan tanh trunc zero""".split()
 _BINARY = "add sub mul div maximum minimum clamp_min clamp_max pow".split()
@@ -101,8 +107,8 @@ def _register_adam(name: str, decoupled: bool) -> None:
         eps: Any,
         amsgrad: bool = False,
         maximize: bool = False,
-        grad_scale: Operand | None = None,
-        found_inf: Operand | None = None,
+        grad_scale: Maybe = None,
+        found_inf: Maybe = None,
     ) -> OpSpec | None:
         """Outputs in the order of the functional schema: params, grads, and the moments."""
         if amsgrad or grad_scale is not None or found_inf is not None:
@@ -137,8 +143,8 @@ def fused_sgd(
     nesterov: bool,
     maximize: bool,
     is_first_step: bool,
-    grad_scale: Operand | None = None,
-    found_inf: Operand | None = None,
+    grad_scale: Maybe = None,
+    found_inf: Maybe = None,
 ) -> OpSpec | None:
     if grad_scale is not None or found_inf is not None:
         return None

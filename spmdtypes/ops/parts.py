@@ -27,6 +27,8 @@ from spmdtypes.core.spec import (
 from spmdtypes.graph import Lit
 
 Sub = Any  # one subscript: Var, ONE, At, Window or Expr
+Maybe = Operand | None
+Ints = list[Any]  # sizes, dims or flags; numbers may be `Lit`
 
 
 def local(x: Any) -> Any:
@@ -88,7 +90,7 @@ def dropped(vars: Sequence[Sub], dims: Iterable[int]) -> tuple[Sub, ...]:
 
 def kept(vars: Sequence[Sub], dims: Iterable[int], keepdim: bool) -> tuple[Sub, ...]:
     """Output dims of a reduction over `dims`."""
-    return replaced(vars, {d: ONE for d in dims}) if keepdim else dropped(vars, dims)
+    return replaced(vars, dict.fromkeys(dims, ONE)) if keepdim else dropped(vars, dims)
 
 
 def broadcast(*xs: Any) -> tuple[tuple[Sub, ...], list[Expr]]:
@@ -214,9 +216,7 @@ def rename(spec: OpSpec, suffix: str) -> OpSpec:
                 return Iota(sub(var))
         return e
 
-    outs = tuple(
-        Out(tuple(map(sub, o.vars)), walk(o.value)) if isinstance(o, Out) else o for o in spec.outs
-    )
+    outs = tuple(Out(tuple(map(sub, o.vars)), walk(o.value)) if isinstance(o, Out) else o for o in spec.outs)
     return OpSpec(
         outs,
         {sub(v): s for v, s in spec.sizes.items()},

@@ -35,7 +35,6 @@ BINARY = {
     "logical_and": "and",
     "logical_or": "or",
     "logical_xor": "xor",
-    "copysign": "copysign",
     "logaddexp": "logaddexp",
     "logaddexp2": "logaddexp2",
     "nextafter": "opaque",
@@ -68,7 +67,10 @@ for _aten, _function in COMPARE.items():
 for _aten, _function in BITWISE.items():
     _register(f"{_aten}.Tensor {_aten}.Scalar {_aten}.Tensor_Scalar {_aten}.Scalar_Tensor", _function)
 for _aten, _function in (("xlogy", "xlogy"), ("special_xlog1py", "xlog1py"), ("float_power", "pow")):
-    _register(f"{_aten}.Tensor {_aten}.Tensor_Tensor {_aten}.OutScalar_Other {_aten}.OutScalar_Self", _function)
+    _register(
+        f"{_aten}.Tensor {_aten}.Tensor_Tensor {_aten}.OutScalar_Other {_aten}.OutScalar_Self", _function
+    )
+_register("copysign.Tensor copysign.Scalar", "copysign")
 _register("fmod.Tensor fmod.Scalar", "fmod")
 _register("remainder.Tensor remainder.Scalar remainder.Scalar_Tensor", "mod")
 _register("floor_divide floor_divide.Scalar", "floordiv")
@@ -134,7 +136,9 @@ def pow_tensor(x: Any, exponent: Any) -> OpSpec:
 
 @op("round round.decimals")
 def round_(x: Operand, decimals: int = 0) -> OpSpec:
-    return elementwise(lambda a: fn("round", a * 10**decimals) / 10**decimals if decimals else fn("round", a), x)
+    return elementwise(
+        lambda a: fn("round", a * 10**decimals) / 10**decimals if decimals else fn("round", a), x
+    )
 
 
 @op("bitwise_not")

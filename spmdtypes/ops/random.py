@@ -5,31 +5,31 @@ from __future__ import annotations
 from typing import Any
 
 from spmdtypes.core.spec import Expr, Operand, OpSpec, Out, Rand, Var, fn
-from spmdtypes.ops.parts import broadcast, created, like, names, whole_of
+from spmdtypes.ops.parts import Ints, Maybe, broadcast, created, like, names, whole_of
 from spmdtypes.ops.registry import op
 
 
-def draw(vars: list[Any], *parameters: Any) -> Expr:
+def draw(vars: Ints, *parameters: Any) -> Expr:
     return fn("opaque", Rand(tuple(v for v in vars if isinstance(v, Var))), *parameters)
 
 
 @op("rand rand.generator randn randn.generator")
-def rand(size: list[Any], **_: Any) -> OpSpec:
+def rand(size: Ints, **_: Any) -> OpSpec:
     return created(size, draw)
 
 
 @op("randint randint.generator")
-def randint(high: Any, size: list[Any], **_: Any) -> OpSpec:
+def randint(high: Any, size: Ints, **_: Any) -> OpSpec:
     return created(size, lambda vs: draw(vs, high))
 
 
 @op("randint.low randint.low_generator")
-def randint_low(low: Any, high: Any, size: list[Any], **_: Any) -> OpSpec:
+def randint_low(low: Any, high: Any, size: Ints, **_: Any) -> OpSpec:
     return created(size, lambda vs: draw(vs, low, high))
 
 
 @op("normal.float_float")
-def normal_sizes(mean: Any, std: Any, size: list[Any], **_: Any) -> OpSpec:
+def normal_sizes(mean: Any, std: Any, size: Ints, **_: Any) -> OpSpec:
     return created(size, lambda vs: draw(vs, mean, std))
 
 
@@ -45,7 +45,7 @@ def redrawn(x: Operand, *parameters: Any, **_: Any) -> OpSpec:
 
 
 @op("bernoulli bernoulli.Tensor poisson")
-def from_parameters(x: Operand, p: Operand | None = None, **_: Any) -> OpSpec:
+def from_parameters(x: Operand, p: Maybe = None, **_: Any) -> OpSpec:
     vars = names(x.ndim)
     return OpSpec.of(Out(tuple(vars), draw(vars, (p or x)[tuple(vars)])))
 

@@ -7,8 +7,17 @@ from typing import Any
 
 from spmdtypes.core.spec import Expr, Iota, Operand, OpSpec, Out, Size, Var, expr, fn, mean, total
 from spmdtypes.ops.cast import converted, short
-from spmdtypes.ops.parts import elementwise, kept, names, replaced, shaped_like, whole_of, wrap_dim, wrap_dims
-from spmdtypes.ops.pointwise import power
+from spmdtypes.ops.parts import (
+    Ints,
+    elementwise,
+    kept,
+    names,
+    replaced,
+    shaped_like,
+    whole_of,
+    wrap_dim,
+    wrap_dims,
+)
 from spmdtypes.ops.registry import op
 
 Reduce = Callable[[list[Var], Expr], Expr]
@@ -55,9 +64,7 @@ def log_sum_exp(vars: list[Var], x: Expr) -> Expr:
 def _extreme(name: str) -> None:
     @op(f"{name}.dim")
     def build(x: Operand, dim: int, keepdim: bool = False) -> OpSpec:
-        return OpSpec.of(
-            reduced(x, dim, keepdim, _over(name)).outs[0], _where_it_is(x, dim, keepdim).outs[0]
-        )
+        return OpSpec.of(reduced(x, dim, keepdim, _over(name)).outs[0], _where_it_is(x, dim, keepdim).outs[0])
 
     @op(f"arg{name}")
     def arg(x: Operand, dim: int | None = None, keepdim: bool = False) -> OpSpec:
@@ -205,7 +212,7 @@ def argsort(x: Operand, *args: Any, dim: int = -1, **_: Any) -> OpSpec:
     return _scrambled(x, [positions[0] if positions else dim], 1)
 
 
-def _scrambled(x: Operand, dims: list[int], outs: int) -> OpSpec:
+def _scrambled(x: Operand, dims: Ints, outs: int) -> OpSpec:
     """Outputs shaped like `x`, each some function of everything along `dims`."""
     vars, ds = names(x.ndim), wrap_dims(dims, x.ndim)
     if not vars:
@@ -236,3 +243,16 @@ def bincount(x: Operand, weights: Any = None, minlength: int = 0) -> OpSpec | No
         sizes={value: minlength},
         assumes=(f"bincount: every value is below minlength={minlength}",),
     )
+
+
+@op("std_mean.correction")
+def std_mean(x: Operand, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> OpSpec:
+    return OpSpec.of(
+        std(x, dim, correction=correction, keepdim=keepdim).outs[0], reduced(x, dim, keepdim, mean).outs[0]
+    )
+
+
+@op("trace")
+def trace(x: Operand) -> OpSpec:
+    i, j = names(2)
+    return OpSpec.of(Out((), total("sum", [i, j], fn("eq", Iota(i), Iota(j)) * x[i, j])))

@@ -8,19 +8,20 @@ when these arguments have no description (a data-dependent output shape, say).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from spmdtypes.core.spec import Operand, OpSpec
 from spmdtypes.graph import Node, Ref
 
 Builder = Callable[..., OpSpec | None]
+B = TypeVar("B", bound=Builder)
 _BUILDERS: dict[str, Builder] = {}
 
 
-def op(names: str) -> Callable[[Builder], Builder]:
+def op(names: str) -> Callable[[B], B]:
     """Register a builder for space-separated names; "mm" stands for "aten.mm.default"."""
 
-    def register(builder: Builder) -> Builder:
+    def register(builder: B) -> B:
         for name in names.split():
             _BUILDERS[full_name(name)] = builder
         return builder
@@ -29,7 +30,7 @@ def op(names: str) -> Callable[[Builder], Builder]:
 
 
 def full_name(name: str) -> str:
-    """"mm" -> "aten.mm.default", "add.Tensor" -> "aten.add.Tensor"; longer names are left alone."""
+    """ "mm" -> "aten.mm.default", "add.Tensor" -> "aten.add.Tensor"; longer names are left alone."""
     dots = name.count(".")
     return name if dots >= 2 else f"aten.{name}" if dots else f"aten.{name}.default"
 

@@ -21,6 +21,7 @@ from spmdtypes.core.spec import (
     fn,
 )
 from spmdtypes.ops.parts import (
+    Ints,
     Sub,
     both,
     dropped,
@@ -39,7 +40,7 @@ from spmdtypes.ops.parts import (
 from spmdtypes.ops.registry import op
 
 
-def resolved(shape: list[Any], have: tuple[int, ...]) -> tuple[int, ...]:
+def resolved(shape: Ints, have: tuple[int, ...]) -> tuple[int, ...]:
     """A target shape with its -1 filled in."""
     if -1 not in shape:
         return tuple(shape)
@@ -47,14 +48,14 @@ def resolved(shape: list[Any], have: tuple[int, ...]) -> tuple[int, ...]:
     return tuple((prod(have) // rest if rest else 0) if s == -1 else s for s in shape)
 
 
-def reshaped(x: Operand, shape: list[Any]) -> OpSpec:
+def reshaped(x: Operand, shape: Ints) -> OpSpec:
     loc = resolved([local(s) for s in shape], x.shape)
     reference = resolved([ref(s) for s in shape], x.ref_shape)
     return OpSpec.of(Reshape(x.position, loc, reference))
 
 
 @op("view _unsafe_view reshape view_copy _reshape_copy _reshape_alias")
-def view(x: Operand, size: list[Any], *_: Any) -> OpSpec:
+def view(x: Operand, size: Ints, *_: Any) -> OpSpec:
     return reshaped(x, size)
 
 
@@ -66,7 +67,7 @@ def flatten(x: Operand, start_dim: int = 0, end_dim: int = -1) -> OpSpec:
 
 
 @op("unflatten.int")
-def unflatten(x: Operand, dim: int, sizes: list[Any]) -> OpSpec:
+def unflatten(x: Operand, dim: int, sizes: Ints) -> OpSpec:
     d = wrap_dim(dim, x.ndim)
     have = [size_of(x, k) for k in range(x.ndim)]
     inner_local = resolved([local(s) for s in sizes], (x.shape[d],))
@@ -75,7 +76,7 @@ def unflatten(x: Operand, dim: int, sizes: list[Any]) -> OpSpec:
 
 
 @op("permute permute_copy")
-def permute(x: Operand, dims: list[int]) -> OpSpec:
+def permute(x: Operand, dims: Ints) -> OpSpec:
     vars = names(x.ndim)
     return OpSpec.of(Out(tuple(vars[wrap_dim(d, x.ndim)] for d in dims), x[tuple(vars)]))
 
@@ -96,14 +97,16 @@ def t(x: Operand) -> OpSpec:
 
 @op("movedim.int movedim.intlist")
 def movedim(x: Operand, source: Any, destination: Any) -> OpSpec:
-    src, dst = ([wrap_dim(d, x.ndim) for d in ([ds] if isinstance(ds, int) else ds)] for ds in (source, destination))
+    src, dst = (
+        [wrap_dim(d, x.ndim) for d in ([ds] if isinstance(ds, int) else ds)] for ds in (source, destination)
+    )
     rest = iter(d for d in range(x.ndim) if d not in src)
     order = [src[dst.index(k)] if k in dst else next(rest) for k in range(x.ndim)]
     return permute(x, order)
 
 
 @op("expand expand_copy broadcast_to")
-def expand(x: Operand, size: list[Any], **_: Any) -> OpSpec:
+def expand(x: Operand, size: Ints, **_: Any) -> OpSpec:
     """Dims of size 1 in the reference program that grow get a variable of their own."""
     new = len(size) - x.ndim
     vars: list[Sub] = list(names(len(size)))
@@ -139,7 +142,7 @@ def squeeze(x: Operand, dim: Any = None) -> OpSpec:
     if any(x.shape[d] == 1 and d not in gone for d in (wrap_dim(d, x.ndim) for d in dims) if x.ndim):
         raise ValueError("squeeze of a dim that has size 1 on this mesh only")
     vars = names(x.ndim)
-    return OpSpec.of(Out(dropped(vars, gone), x[replaced(vars, {d: ONE for d in gone})]))
+    return OpSpec.of(Out(dropped(vars, gone), x[replaced(vars, dict.fromkeys(gone, ONE))]))
 
 
 @op("slice.Tensor slice_copy.Tensor")
@@ -166,12 +169,10 @@ def select(x: Operand, dim: int, index: Any) -> OpSpec:
 def unbind(x: Operand, dim: int = 0) -> OpSpec:
     d = wrap_dim(dim, x.ndim)
     vars = names(x.ndim)
-    return OpSpec.of(
-        *(Out(dropped(vars, [d]), x[replaced(vars, {d: At(k)})]) for k in range(x.shape[d]))
-    )
+    return OpSpec.of(*(Out(dropped(vars, [d]), x[replaced(vars, {d: At(k)})]) for k in range(x.shape[d])))
 
 
-def _pieces(x: Operand, dim: int, sizes: list[Any]) -> OpSpec:
+def _pieces(x: Operand, dim: int, sizes: Ints) -> OpSpec:
     d = wrap_dim(dim, x.ndim)
     outs, start = [], 0
     for j, size in enumerate(sizes):
@@ -182,12 +183,12 @@ def _pieces(x: Operand, dim: int, sizes: list[Any]) -> OpSpec:
     return OpSpec.of(*outs)
 
 
-@op("split_with_sizes split_with_sizes_copy split.sizes")
-def split_with_sizes(x: Operand, split_sizes: list[Any], dim: int = 0) -> OpSpec:
+@op("split_with_sizes unsafe_split_with_sizes split_with_sizes_copy split.sizes")
+def split_with_sizes(x: Operand, split_sizes: Ints, dim: int = 0) -> OpSpec:
     return _pieces(x, dim, split_sizes)
 
 
-@op("split.Tensor split_copy.Tensor")
+@op("split.Tensor split_copy.Tensor unsafe_split.Tensor")
 def split(x: Operand, split_size: Any, dim: int = 0) -> OpSpec:
     d = wrap_dim(dim, x.ndim)
     count = -(-x.shape[d] // local(split_size)) if local(split_size) else 1
@@ -224,7 +225,7 @@ def stack(tensors: list[Operand], dim: int = 0) -> OpSpec:
 
 
 @op("repeat tile")
-def repeat(x: Operand, repeats: list[Any]) -> OpSpec:
+def repeat(x: Operand, repeats: Ints) -> OpSpec:
     """Each copy is a new outer digit of its dim: expand, then merge."""
     if all(local(r) == 1 == ref(r) for r in repeats):
         return reshaped(x, [1] * (len(repeats) - x.ndim) + [size_of(x, d) for d in range(x.ndim)])
@@ -261,7 +262,7 @@ def repeat_interleave(x: Operand, repeats: Any, dim: int | None = None, **_: Any
 
 
 @op("flip")
-def flip(x: Operand, dims: list[int]) -> OpSpec:
+def flip(x: Operand, dims: Ints) -> OpSpec:
     vars = names(x.ndim)
     back = {
         d: fn("sub", Const(both(lambda n: n - 1, size_of(x, d))), Iota(vars[d]))
@@ -302,13 +303,11 @@ def unfold(x: Operand, dimension: int, size: int, step: int) -> OpSpec:
     vars, inner = names(x.ndim), Var("inside")
     count = both(lambda n: (n - size) // step + 1, size_of(x, d))
     at = fn("add", Iota(vars[d]) * step, Iota(inner))
-    return OpSpec.of(
-        Out((*vars, inner), x[replaced(vars, {d: at})]), sizes={vars[d]: count, inner: size}
-    )
+    return OpSpec.of(Out((*vars, inner), x[replaced(vars, {d: at})]), sizes={vars[d]: count, inner: size})
 
 
 @op("as_strided as_strided_copy")
-def as_strided(x: Operand, size: list[Any], stride: list[Any], storage_offset: Any = None) -> OpSpec | None:
+def as_strided(x: Operand, size: Ints, stride: Ints, storage_offset: Any = None) -> OpSpec | None:
     """Only of a contiguous tensor whose dims it keeps, drops, swaps or narrows."""
     have = [prod(x.shape[d + 1 :]) for d in range(x.ndim)]
     want = [local(s) for s in stride]
@@ -330,10 +329,10 @@ def as_strided(x: Operand, size: list[Any], stride: list[Any], storage_offset: A
     return None if free or offset else OpSpec.of(Out(tuple(vars), x[tuple(index)]))
 
 
-def _row_major(size: list[int], stride: list[int]) -> bool:
+def _row_major(size: Ints, stride: Ints) -> bool:
     return all(n == 1 or s == prod(size[d + 1 :]) for d, (n, s) in enumerate(zip(size, stride)))
 
 
 @op("fsdp.split_with_sizes_copy.default")
-def fsdp_split(x: Operand, split_sizes: list[Any], dim: int = 0, **_: Any) -> OpSpec:
+def fsdp_split(x: Operand, split_sizes: Ints, dim: int = 0, **_: Any) -> OpSpec:
     return _pieces(x, dim, split_sizes)
