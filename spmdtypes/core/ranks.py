@@ -204,14 +204,23 @@ def apply(name: str, args: Sequence[Form]) -> Form | None:
         return args[0]
     if len(args) == 1 and name == "neg" and isinstance(args[0], Lin):
         return args[0].times(-1)
-    if len(args) == 1 and name in ("not", "logical_not", "bitwise_not") and isinstance(args[0], Truth):
+    if (
+        len(args) == 1
+        and name in ("not", "logical_not", "bitwise_not", "bitnot")
+        and isinstance(args[0], Truth)
+    ):
         return negate(args[0])
     if len(args) != 2:
         return None
     x, y = args
     if isinstance(x, Lin) and isinstance(y, Lin):
         return _arithmetic(name, x, y)
-    return _logic(name.removeprefix("logical_").removeprefix("bitwise_"), x, y)
+    return _logic(_PLAIN.get(name, name), x, y)
+
+
+_PLAIN = {"bitand": "and", "bitor": "or", "bitwise_and": "and", "bitwise_or": "or"} | {
+    f"logical_{n}": n for n in ("and", "or")
+}
 
 
 def _arithmetic(name: str, x: Lin, y: Lin) -> Form | None:
