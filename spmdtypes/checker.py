@@ -204,10 +204,8 @@ def _check_proved(program: Program) -> Report:
 
 def representative_ranks(mesh: Mapping[str, int]) -> list[int]:
     """Row-major numbers of rank 0 and, along each axis, coordinate 1 and the last."""
-    strides, step = {}, 1
-    for axis in reversed(mesh):
-        strides[axis] = step
-        step *= mesh[axis]
+    names = list(mesh)
+    strides = {a: prod(mesh[b] for b in names[i + 1 :]) for i, a in enumerate(names)}
     found = [0]
     for axis, n in mesh.items():
         for c in (1, n - 1):

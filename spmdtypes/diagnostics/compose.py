@@ -281,7 +281,8 @@ def _unused_collectives(graph: Graph) -> list[Node]:
 
 def _collectives_on_path(graph: Graph, ref: Ref, limit: int) -> list[Node]:
     """The last collectives a value went through, nearest first."""
-    found, queue, seen = [], [ref.node], set()
+    found: list[Node] = []
+    queue, seen = [ref.node], set[int]()
     while queue and len(found) < limit:
         n = queue.pop(0)
         if n in seen:
@@ -330,8 +331,8 @@ def _mismatch_message(what: str, m: Mismatch, v: Verdict, mesh: Mapping[str, int
     if m.kind == "partial":
         return f"{what} is a partial sum over {over}: every rank holds only its own share"
     if m.kind == "double":
-        times = factor_number(m.factor, mesh)
-        return f"{what} is complete on every rank of {over} and reduced over it again: {times} times too large"
+        times = f"{factor_number(m.factor, mesh)} times too large"
+        return f"{what} is complete on every rank of {over} and reduced over it again: {times}"
     if m.kind == "scale":
         times = factor_number(m.factor, mesh)
         size = f"{times} times too large" if times > 1 else f"{1 / times} times too small"
