@@ -331,8 +331,8 @@ def _mismatch_message(what: str, m: Mismatch, v: Verdict, mesh: Mapping[str, int
     if m.kind == "partial":
         return f"{what} is a partial sum over {over}: every rank holds only its own share"
     if m.kind == "double":
-        times = f"{factor_number(m.factor, mesh)} times too large"
-        return f"{what} is complete on every rank of {over} and reduced over it again: {times}"
+        much = f"{factor_number(m.factor, mesh)} times too large"
+        return f"{what} is complete on every rank of {over} and reduced over it again: {much}"
     if m.kind == "scale":
         times = factor_number(m.factor, mesh)
         size = f"{times} times too large" if times > 1 else f"{1 / times} times too small"
