@@ -43,10 +43,11 @@ Result = Denotation | RuleError | None
 
 @dataclass(frozen=True)
 class Derivation:
-    """`notes`: assumptions made, in user terms."""
+    """`notes`: assumptions made, in user terms. `known`: the op has a rule."""
 
     outs: tuple[Result, ...]
     notes: tuple[str, ...] = ()
+    known: bool = True
 
 
 def derive(

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
-from spmdtypes.core.denotation import Denotation, RuleError
-from spmdtypes.core.spec import Operand, OpSpec
-from spmdtypes.graph import Graph, Node, Ref
+from spmdtypes.core import provenance, ranks
+from spmdtypes.core.collectives import collective
+from spmdtypes.core.denotation import NONE, Denotation, RuleError
+from spmdtypes.core.engine import Derivation, Result, derivation
+from spmdtypes.core.layout import Layout
+from spmdtypes.core.simulate import local_shape
+from spmdtypes.core.spec import Const, Operand, OpSpec, Out, Var
+from spmdtypes.graph import Graph, Lit, Node, Ref, TensorMeta
+
+BuildSpec = Callable[[Node, Sequence[Operand]], OpSpec | None]
 
 
 class Oracle(Protocol):
@@ -33,6 +40,14 @@ class Problem:
 
 @dataclass
 class Inference:
+    """What is known of every value of `graph`.
+
+    `problems`: values without a reading over some axis; one computed from such a value points at the
+    same problem. `evidence`: how each value's own step is known: "proved", "assumed", "tested",
+    "unknown". `conflicts`: (value, what the rule said, what the oracle saw). `constraints`: (axis,
+    size of a dim it cuts) -> number of distinct placements that need it to divide.
+    """
+
     graph: Graph
     values: dict[Ref, Denotation] = field(default_factory=dict)
     problems: dict[Ref, Problem] = field(default_factory=dict)
@@ -40,19 +55,325 @@ class Inference:
     unknown_ops: Counter[str] = field(default_factory=Counter)
     assumptions: list[tuple[int, str]] = field(default_factory=list)
     conflicts: list[tuple[Ref, Denotation, Sequence[Denotation]]] = field(default_factory=list)
-    constraints: dict[tuple[str, int], int] = field(default_factory=dict)
+    constraints: Counter[tuple[str, int]] = field(default_factory=Counter)
 
     def became(self, ref: Ref, axis: str) -> list[tuple[int, str]]:
         """The nodes where this value's standing over `axis` arose, with a sentence each."""
-        raise NotImplementedError
+        return provenance.became(self.graph, self.values, ref, axis)
 
 
 def infer(
     graph: Graph,
     inputs: Mapping[str, Denotation],
-    build_spec: Callable[[Node, Sequence[Operand]], OpSpec | None],
+    build_spec: BuildSpec,
     *,
     oracle: Oracle | None = None,
     averaged: frozenset[str] = frozenset(),
+    memo: dict[Any, Any] | None = None,
 ) -> Inference:
-    raise NotImplementedError
+    """What every value of `graph` denotes, given what its inputs denote (by name).
+
+    `averaged`: data axes whose loss and gradients the contract averages. `memo` may be shared between
+    calls on graphs over one mesh.
+    """
+    run = _Pass(graph, inputs, build_spec, oracle, averaged, {} if memo is None else memo)
+    for node in graph.nodes:
+        run.visit(node)
+    return run.result
+
+
+class _Pass:
+    """The state of one pass. Denotations are interned, so memo keys can hold their identities."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        inputs: Mapping[str, Denotation],
+        build_spec: BuildSpec,
+        oracle: Oracle | None,
+        averaged: frozenset[str],
+        memo: dict[Any, Any],
+    ) -> None:
+        self.graph, self.inputs, self.build_spec = graph, inputs, build_spec
+        self.oracle, self.averaged, self.memo = oracle, averaged, memo
+        self.mesh = {a: n for a, n in graph.mesh.items() if n > 1}
+        self.result = Inference(graph)
+        self.grad_free: dict[int, bool] = {}
+        self.interned: dict[Denotation, Denotation] = memo.setdefault("interned", {})
+        self.counted: set[int] = set()
+        self.fits: dict[tuple[Layout, tuple[int, ...]], bool] = {}
+
+    # -- one node -------------------------------------------------------------------------------
+
+    def visit(self, node: Node) -> None:
+        if node.op == "input":
+            found = Derivation((self._input(node),))
+            self.grad_free[node.id] = not any(m is not None and m.requires_grad for m in node.outs)
+        elif node.op == "const":
+            found = Derivation(self._const(node))
+            self.grad_free[node.id] = True
+        else:
+            refs = tuple(node.refs())
+            self.grad_free[node.id] = all(self.grad_free.get(r.node, False) for r in refs)
+            found = self._derive(node, refs)
+        for note in found.notes:
+            self.result.assumptions.append((node.id, note))
+        for k, meta in enumerate(node.outs):
+            if meta is not None:
+                self._record(node, k, meta, found.outs[k] if k < len(found.outs) else None, bool(found.notes))
+
+    def _record(self, node: Node, k: int, meta: TensorMeta, result: Result, assumed: bool) -> None:
+        ref = Ref(node.id, k)
+        if result is None:
+            result = RuleError("missing", "nothing is known of this output", frozenset(self.mesh))
+        if isinstance(result, Denotation) and not self._fits(result, meta):
+            result = self._misfit(node, result, meta)
+        evidence = "assumed" if assumed else "proved"
+        den = self._consult(ref, result) if self.oracle is not None else None
+        if den is not None:
+            if den is not result:
+                evidence = "tested"
+        elif isinstance(result, Denotation):
+            den = result
+            inherited = self._inherited(node) if den.varying and not (den.value or den.guard) else None
+            if inherited is not None:
+                self.result.problems[ref] = inherited
+                evidence = "unknown"
+        else:
+            den = self._after_error(node, ref, meta, result)
+            evidence = "unknown"
+        self.result.values[ref] = self._intern(self._with_atom(den, ref, meta))
+        self.result.evidence[ref] = evidence
+
+    def _after_error(self, node: Node, ref: Ref, meta: TensorMeta, error: RuleError) -> Denotation:
+        """Report the error unless it follows from a lost operand; go on with what is still known."""
+        inherited = self._inherited(node)
+        lost = NONE.union(*(self.result.values[r].varying for r in node.refs() if r in self.result.problems))
+        if inherited is None or (
+            error.kind not in ("unsupported", "layout", "missing") and not error.axes & lost
+        ):
+            inherited = Problem(node.id, error, tuple(node.refs()))
+        self.result.problems[ref] = inherited
+        if error.poisoned is not None and self._fits(error.poisoned, meta):
+            return replace(error.poisoned, varying=error.poisoned.varying | lost)
+        axes = error.axes | NONE.union(*(self.result.values[r].axes for r in node.refs()))
+        return Denotation(
+            Layout.replicated(meta.shape), varying=axes or frozenset(self.mesh), reason=error.message
+        )
+
+    def _inherited(self, node: Node) -> Problem | None:
+        return next((self.result.problems[r] for r in node.refs() if r in self.result.problems), None)
+
+    def _fits(self, den: Denotation, meta: TensorMeta) -> bool:
+        key = (den.layout, meta.shape)
+        found = self.fits.get(key)
+        if found is None:
+            found = self.fits[key] = local_shape(den.layout, self.graph.coords) == meta.shape
+        return found
+
+    def _misfit(self, node: Node, den: Denotation, meta: TensorMeta) -> RuleError:
+        mine = local_shape(den.layout, self.graph.coords)
+        if node.op == "input":
+            text = f"{node.name} is {den}: {_shape(mine)} on this rank, but it is {_shape(meta.shape)}"
+            return RuleError("layout", text, den.layout.axes or frozenset(self.mesh))
+        text = f"rule gives local shape {_shape(mine)}, the tensor has {_shape(meta.shape)}"
+        return RuleError("unsupported", text, den.axes or frozenset(self.mesh))
+
+    def _intern(self, den: Denotation) -> Denotation:
+        den = self.interned.setdefault(den, den)
+        if id(den) in self.counted:
+            return den
+        self.counted.add(id(den))
+        for d in range(den.ndim):
+            for a in den.axes_of(d):
+                self.result.constraints[a, den.ref_shape[d]] += 1
+        return den
+
+    def _with_atom(self, den: Denotation, ref: Ref, meta: TensorMeta) -> Denotation:
+        """Integers that all ranks agree on get a name, so that bounds on them can be followed."""
+        integer = meta.dtype[0] in "iu"
+        if not integer or den.value or den.guard or den.varying or den.partial or den.scale:
+            return den
+        dims = tuple(d for d in range(den.ndim) if d not in den.layout.open_dims)
+        form = ranks.Lin(0, ((("u", (ref.node, ref.out), dims), 1),))
+        return replace(den, value=ranks.Value(form, form))
+
+    # -- sources --------------------------------------------------------------------------------
+
+    def _input(self, node: Node) -> Result:
+        den = self.inputs.get(node.name)
+        return den if den is not None else RuleError("missing", f"nothing says how {node.name} is placed")
+
+    def _const(self, node: Node) -> tuple[Result, ...]:
+        """The same tensor on every rank and in the reference, unless a literal says otherwise."""
+        out: list[Result] = []
+        for k, meta in enumerate(node.outs):
+            ref = node.ref_outs[k] if node.ref_outs and k < len(node.ref_outs) else None
+            if meta is None:
+                out.append(None)
+            elif ref is not None and ref.shape != meta.shape:
+                text = f"a constant of shape {_shape(meta.shape)} here, {_shape(ref.shape)} in the reference"
+                out.append(RuleError("unsupported", text, frozenset(self.mesh)))
+            elif any(isinstance(a, Lit) for a in node.args):
+                lit = next(a for a in node.args if isinstance(a, Lit))
+                vars = tuple(Var(f"c{d}") for d in range(len(meta.shape)))
+                spec = OpSpec.of(Out(vars, Const(lit)), sizes=dict(zip(vars, meta.shape)))
+                out += derivation(spec, (), self.mesh).outs
+            else:
+                out.append(Denotation.replicate(meta.shape))
+        return tuple(out)
+
+    # -- rules ----------------------------------------------------------------------------------
+
+    def _derive(self, node: Node, refs: tuple[Ref, ...]) -> Derivation:
+        dens = [self.result.values[r] for r in refs]
+        free = tuple(self.grad_free[r.node] for r in refs)
+        streams = frozenset(a for a in node.rng_axes or () if a in self.mesh)
+        names = _atom_names(dens)
+        if names:
+            dens = [self._intern(_renamed(d, names)) for d in dens]
+        key = (
+            node.op,
+            _plain(node.args),
+            tuple(sorted((k, _plain(v)) for k, v in node.kwargs.items())),
+            tuple(map(id, dens)),
+            node.comm,
+            free if self.averaged else (),
+            streams,
+            tuple(m.shape if (m := self.graph.meta(r)) else () for r in refs) if self._uneven(dens) else (),
+            len(node.outs),
+        )
+        found: Derivation | None = self.memo.get(key)
+        if found is None:
+            found = self._fresh(node, refs, dens, free, streams)
+            self.memo[key] = found
+        if not found.known:
+            self.result.unknown_ops[node.op] += 1
+        if not names:
+            return found
+        back = {v: k for k, v in names.items()}
+        return Derivation(tuple(_result_renamed(o, back) for o in found.outs), found.notes)
+
+    @staticmethod
+    def _uneven(dens: Sequence[Denotation]) -> bool:
+        return any(d.layout.uneven for d in dens)
+
+    def _fresh(
+        self,
+        node: Node,
+        refs: Sequence[Ref],
+        dens: Sequence[Denotation],
+        free: tuple[bool, ...],
+        streams: frozenset[str],
+    ) -> Derivation:
+        if node.comm is not None:
+            return Derivation(collective(node.comm, dens, self.mesh, len(node.outs)))
+        operands = [self._operand(k, r, d) for k, (r, d) in enumerate(zip(refs, dens))]
+        try:
+            spec = self.build_spec(node, operands)
+        except ValueError as e:
+            return Derivation(self._unknown(node, dens, str(e)))
+        if spec is None:
+            return Derivation(self._unknown(node, dens, f"no rule for {node.op}"), known=False)
+        return derivation(spec, dens, self.mesh, averaged=self.averaged, grad_free=free, streams=streams)
+
+    def _operand(self, k: int, ref: Ref, den: Denotation) -> Operand:
+        meta = self.graph.meta(ref)
+        shape = meta.shape if meta is not None else den.local_shape
+        return Operand(k, shape, den.ref_shape, meta.dtype if meta is not None else "f32")
+
+    def _unknown(self, node: Node, dens: Sequence[Denotation], why: str) -> tuple[Result, ...]:
+        """An op without a rule: of equal operands it is equal, of others nothing is known."""
+        axes = NONE.union(*(d.axes for d in dens)) | frozenset(node.rng_axes or ())
+        literal = any(_has_lit(x) for x in (*node.args, *node.kwargs.values()))
+        same = all(d.is_replicated for d in dens) and not literal and not axes
+        out: list[Result] = []
+        for meta in node.outs:
+            if meta is None:
+                out.append(None)
+            elif same:
+                out.append(Denotation.replicate(meta.shape))
+            else:
+                over = axes or frozenset(self.mesh)
+                lost = Denotation(Layout.replicated(meta.shape), varying=over, reason=why)
+                out.append(RuleError("unsupported", why, over, tuple(range(len(dens))), lost))
+        return tuple(out)
+
+    # -- oracle ---------------------------------------------------------------------------------
+
+    def _consult(self, ref: Ref, result: Result) -> Denotation | None:
+        """The reading to go on with when the oracle knows the value; None: the rule's result stands."""
+        assert self.oracle is not None
+        tracked = isinstance(result, Denotation) and (result.guard is not None or result.value is not None)
+        if isinstance(result, Denotation) and not result.varying:
+            agrees = self.oracle.agrees(ref, result)
+            if agrees is not False:
+                return result if agrees else None
+            seen = self.oracle.readings(ref) or ()
+            self.result.conflicts.append((ref, result, seen))
+            return simplest(seen) if seen else None
+        if tracked:
+            return None
+        seen = self.oracle.readings(ref) or ()
+        return simplest(seen) if seen else None
+
+
+def simplest(readings: Sequence[Denotation]) -> Denotation:
+    """The reading with the fewest pending axes, factors and cuts."""
+    return min(
+        readings, key=lambda d: (len(d.varying), len(d.scale), len(d.partial), len(d.layout.sizes), str(d))
+    )
+
+
+def _shape(s: Sequence[int]) -> str:
+    return "[" + ", ".join(map(str, s)) + "]"
+
+
+def _plain(x: Any) -> Any:
+    """An argument without the identities of its operands, hashable."""
+    if isinstance(x, Ref):
+        return Ref
+    if isinstance(x, (tuple, list)):
+        return tuple(_plain(y) for y in x)
+    if isinstance(x, (bool, float)):
+        return (type(x), repr(x))
+    if isinstance(x, dict):
+        return tuple(sorted((k, _plain(v)) for k, v in x.items()))
+    try:
+        hash(x)
+    except TypeError:
+        return repr(x)
+    return x
+
+
+def _has_lit(x: Any) -> bool:
+    return isinstance(x, Lit) or (isinstance(x, (tuple, list)) and any(map(_has_lit, x)))
+
+
+def _atom_names(dens: Sequence[Denotation]) -> dict[Any, Any]:
+    """Integer tensors spoken of, numbered in order of appearance: names that repeat between layers."""
+    names: dict[Any, Any] = {}
+    for d in dens:
+        for key in _keys(d):
+            names.setdefault(key, ("#", len(names)))
+    return names
+
+
+def _keys(d: Denotation) -> Iterator[Any]:
+    if d.value is not None:
+        yield from d.value.keys
+    if d.guard is not None:
+        yield from (a[1] for a in ranks.atoms(d.guard) if a[0] == "u")
+
+
+def _renamed(d: Denotation, names: Mapping[Any, Any]) -> Denotation:
+    rename = ranks.rekeyed(names)
+    value = d.value.mapped(rename) if d.value else None
+    guard = d.guard.mapped(rename) if d.guard else None
+    return replace(d, value=value, guard=guard)
+
+
+def _result_renamed(x: Result, names: Mapping[Any, Any]) -> Result:
+    if isinstance(x, Denotation) and (x.value is not None or x.guard is not None):
+        return _renamed(x, names)
+    return x

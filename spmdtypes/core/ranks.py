@@ -162,7 +162,15 @@ def renamer(names: Mapping[Any, Any]) -> Callable[[Atom], Atom | None]:
 
 def rekeyed(names: Mapping[Any, Any]) -> Callable[[Atom], Atom | None]:
     """Renames the identities of integer tensors."""
-    return lambda a: ("u", names.get(a[1], a[1]), a[2]) if a[0] == "u" else a
+
+    def key(k: Any) -> Any:
+        if k in names:
+            return names[k]
+        if isinstance(k, tuple) and k and k[0] in ("reshaped", "squeezed"):
+            return (k[0], key(k[1]), *k[2:])
+        return k
+
+    return lambda a: ("u", key(a[1]), a[2]) if a[0] == "u" else a
 
 
 # -- functions of forms -------------------------------------------------------------------------

@@ -226,7 +226,12 @@ def _cut(w: _Work, d: int, start: Num, length: Num, mesh: Mapping[str, int]) -> 
     if home and home[0] == local[0] and _leading_run(w, d, start, length):
         return
     parts, rest = divmod(_extent(w, local), length.local)
-    if whole_ref and not rest and start.local % length.local == 0 and local[0] not in home[:1]:
+    if (
+        whole_ref
+        and not rest
+        and start.local % length.local == 0
+        and (_plain(w, d) or local[0] not in home[:1])
+    ):
         lead = w.take_lead(d, parts)
         _pick(w, lead, Num(start.local // length.local, 0), mesh, d)
         return
