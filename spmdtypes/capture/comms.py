@@ -144,7 +144,8 @@ class Pending:
 
 @dataclass(frozen=True)
 class Exchange:
-    """One collective: `inputs` joined along dim 0 go in, the result is cut into `outputs`."""
+    """One collective: `inputs` joined along dim 0 go in, the result is cut into `outputs`.
+    `listed`: the caller gave a list of outputs, so it is cut even when there is one."""
 
     kind: str
     inputs: list[Tensor]
@@ -152,6 +153,7 @@ class Exchange:
     root: int | None = None
     splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     reduces: bool = False
+    listed: bool = False
 
 
 _Parse = Callable[[Any, Any], list[Exchange]]
@@ -178,7 +180,7 @@ def _all_to_all_base(a: Any, n: int) -> list[Exchange]:
 
 def _all_to_all_list(a: Any, n: int) -> list[Exchange]:
     rows = lambda ts: tuple(t.shape[0] if t.dim() else 1 for t in ts)  # noqa: E731
-    return [Exchange("all_to_all", list(a[1]), list(a[0]), splits=(rows(a[0]), rows(a[1])))]
+    return [Exchange("all_to_all", list(a[1]), list(a[0]), None, (rows(a[0]), rows(a[1])), listed=True)]
 
 
 def _listed(lists: Any) -> list[Any]:
@@ -190,9 +192,9 @@ _C10D: dict[str, _Parse] = {
     "allreduce_coalesced_": _each("all_reduce", True),
     "_allgather_base_": _base("all_gather"),
     "allgather_into_tensor_coalesced_": _pairs("all_gather"),
-    "allgather_": lambda a, n: [Exchange("all_gather", [i], list(o)) for o, i in zip(a[0], a[1])],
+    "allgather_": lambda a, n: [Exchange("all_gather", [i], list(o), listed=True) for o, i in zip(a[0], a[1])],
     "allgather_coalesced_": lambda a, n: [
-        Exchange("all_gather", [t], [row[i] for row in a[0]]) for i, t in enumerate(a[1])
+        Exchange("all_gather", [t], [row[i] for row in a[0]], listed=True) for i, t in enumerate(a[1])
     ],
     "_reduce_scatter_base_": _base("reduce_scatter", True),
     "reduce_scatter_tensor_coalesced_": _pairs("reduce_scatter", True),
@@ -203,7 +205,7 @@ _C10D: dict[str, _Parse] = {
     "alltoall_": _all_to_all_list,
     "broadcast_": lambda a, n: [Exchange("broadcast", [t], [t], a[2]) for t in a[0]],
     "reduce_": lambda a, n: [Exchange("reduce", [t], [t], a[3], reduces=True) for t in a[0]],
-    "gather_": lambda a, n: [Exchange("gather", [a[1][0]], list(_listed(a[0])[0]), a[3])],
+    "gather_": lambda a, n: [Exchange("gather", [a[1][0]], list(_listed(a[0])[0]), a[3], listed=True)],
     "scatter_": lambda a, n: [Exchange("scatter", list(_listed(a[1])[0]), [a[0][0]], a[3])],
     "send": lambda a, n: [Exchange("send", [t], [], a[2]) for t in a[0]],
     "recv_": lambda a, n: [Exchange("recv", [], [t], a[2]) for t in a[0]],
@@ -337,7 +339,7 @@ def _result(e: Exchange, n: int) -> tuple[TensorMeta | None, ...]:
 
     out = e.outputs[0]
     dtype = dtype_name(out.dtype)
-    if len(e.outputs) > 1 or e.kind in ("gather", "all_to_all"):
+    if e.listed or e.kind == "all_to_all":
         rows = sum(t.shape[0] if t.dim() else 1 for t in e.outputs)
         return (TensorMeta((rows, *out.shape[1:]), dtype),)
     if e.kind == "all_gather":
@@ -363,7 +365,7 @@ def store(rec: Recorder, e: Exchange, index: int) -> None:
     for t in e.outputs:
         value = Res(index)
         shape = tuple(t.shape)
-        if len(e.outputs) > 1:
+        if e.listed:
             rows = shape[0] if shape else 1
             cut = (rows, *meta.shape[1:])
             value = _emit(rec, "aten.slice.Tensor", (value, 0, start, start + rows), cut, meta.dtype)

@@ -229,15 +229,14 @@ class _Functionaliser:
         operand = self.resolve(parent)
         rest = tuple([self.resolve(a) for a in raw.args[1:]])
         live = [(i, o) for i, o in enumerate(raw.outs) if type(o) is View]
-        if len(live) == 1 and live[0][1] == parent:
-            self.produced(0, operand)
-            return
         for i, o in live:
             s = step(raw.op, rest, raw.kwargs, i, parent, o)
             if s is None:
                 ref = self.memory.read(o)
             elif o == parent:
-                ref = operand
+                # kept, so that a slice of everything on one mesh meets a slice of a part on another
+                ref = self.emit_plain(s.op, (operand, *s.args), dict(s.kwargs), o.shape, o.dtype)
+                self.memory.renew(o, ref)
             elif self.memory.above(parent, o):
                 ref = self.memory.read(o)
             else:

@@ -64,6 +64,22 @@ def _value(
     return execute(node, env)
 
 
+def complete(graph: Graph, values: dict[Ref, Tensor]) -> None:
+    """Compute the values that were not recorded but follow from recorded ones (nodes that the
+    functionaliser made up). Values that cannot be computed stay away."""
+    for node in graph.nodes:
+        missing = [Ref(node.id, k) for k, m in enumerate(node.outs) if m and Ref(node.id, k) not in values]
+        if not missing or node.comm is not None or node.rng is not None or node.op in ("input", "const"):
+            continue
+        if any(r not in values for r in node.refs()):
+            continue
+        try:
+            outs = execute(node, values)
+        except (ReplayError, RuntimeError, TypeError):
+            continue
+        values.update({r: outs[r.out] for r in missing if isinstance(outs[r.out], Tensor)})
+
+
 def constant(node: Node) -> Tensor:
     """The value of a small "const" node."""
     (meta,) = node.outs

@@ -12,6 +12,7 @@ from spmdtypes.capture import comms
 from spmdtypes.capture.functionalise import Functional, functionalise
 from spmdtypes.capture.raw import Raw, Res, View
 from spmdtypes.capture.recorder import Recorder
+from spmdtypes.capture.replay import complete
 from spmdtypes.contracts import Program
 from spmdtypes.graph import Graph, TensorMeta
 
@@ -59,6 +60,8 @@ def record_program(
             outputs |= _finals(rec, module)
     result = functionalise(rec, outputs.views)
     result.graph.dtensors = outputs.placements
+    if rec.keep_values:
+        complete(result.graph, result.values)
     return result
 
 

@@ -86,6 +86,10 @@ class Memory:
         else:
             storage.entries[view] = Entry(ref, parent, step)
 
+    def renew(self, view: View, ref: Ref) -> None:
+        """Another node has the value of `view`."""
+        self.storages[view.storage].entries[view].ref = ref
+
     def above(self, view: View, other: View) -> bool:
         """Was `view` taken, step by step, from `other`?"""
         entries = self.storages[view.storage].entries
@@ -151,18 +155,22 @@ class Memory:
     def _recover(self, storage: Storage, root: Root, view: View, entry: Entry) -> Ref:
         if view == root.view:
             return self._settle(storage, root)
-        latest = next((w for w in reversed(root.writes) if _overlap(w, view)), None)
-        if latest is not None and latest != view:
+        inner = {w: r for w, r in root.writes.items() if _overlap(w, view)}
+        if inner:
+            latest = next(reversed(inner))
             below = self._chain(storage, latest, view)
             if below is not None and all(s.bijective for s in below):
-                return self._undo(below, root.writes[latest])
+                return self._undo(below, inner[latest])
+            joined = self._joined(storage, view, inner)
+            if joined is not None:
+                return joined
         if entry.parent is not None and entry.step is not None and entry.parent != view:
             return self._apply(entry.step, self.read(entry.parent), view)
         return self._strided(root, self.read(root.view), view)
 
     def _settle(self, storage: Storage, root: Root) -> Ref:
         """Fold the pending writes into the root's value."""
-        ref = self._joined(storage, root)
+        ref = self._joined(storage, root.view, root.writes)
         if ref is None:
             ref = root.ref
             for view, value in root.writes.items():
@@ -175,13 +183,13 @@ class Memory:
         root.writes.clear()
         return ref
 
-    def _joined(self, storage: Storage, root: Root) -> Ref | None:
-        """The root as the concatenation of its writes, when they tile one of its dims."""
-        if not root.writes:
+    def _joined(self, storage: Storage, top: View, writes: dict[View, Ref]) -> Ref | None:
+        """`top` as the concatenation of what was written, when that tiles one of its dims."""
+        if not writes:
             return None
         pieces: list[tuple[int, int, int, str, Ref]] = []
-        for view, value in root.writes.items():
-            chain = self._chain(storage, view, root.view)
+        for view, value in writes.items():
+            chain = self._chain(storage, view, top)
             if chain is None or not chain or not all(s.bijective for s in chain[1:]):
                 return None
             first = chain[0]
@@ -197,12 +205,12 @@ class Memory:
         dim, kind = pieces[0][0], pieces[0][3]
         ends = [0, *(p[2] for p in pieces)]
         tiles = all(p[0] == dim and p[3] == kind and p[1] == e for p, e in zip(pieces, ends))
-        if not tiles or ends[-1] != root.view.shape[dim]:
+        if not tiles or ends[-1] != top.shape[dim]:
             return None
         if len(pieces) == 1 and kind == "slice":
             return pieces[0][4]
         op = "aten.cat.default" if kind == "slice" else "aten.stack.default"
-        return self.emit(op, (tuple(p[4] for p in pieces), dim), {}, root.view.shape, root.view.dtype)
+        return self.emit(op, (tuple(p[4] for p in pieces), dim), {}, top.shape, top.dtype)
 
     def _chain(self, storage: Storage, view: View, top: View) -> list[Step] | None:
         """The steps from `top` down to `view`, outermost first; None when there is no such path."""
