@@ -149,6 +149,8 @@ class Experiment:
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
     tolerance: float = 1e-6
+    grads: dict[str, str] = field(default_factory=dict)  # what the outer wrapper does to gradients
+    _oracle: Oracle | None = field(default=None, repr=False)
 
     @property
     def tested_axes(self) -> tuple[str, ...]:
@@ -167,7 +169,9 @@ class Experiment:
         """Readings of single nodes, for the inference."""
         from spmdtypes.differential.oracle import Oracle
 
-        return Oracle(self)
+        if self._oracle is None:
+            self._oracle = Oracle(self)
+        return self._oracle
 
     def suspects(self, border: str) -> list[tuple[int, str]]:
         """Nodes of rank 0's graph where a wrong border's value first loses its reading."""

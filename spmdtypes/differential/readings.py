@@ -21,6 +21,7 @@ from spmdtypes.core.layout import Layout, LayoutError
 from spmdtypes.differential.layout import all_coords
 
 MAX_STRIDED = 48  # layouts tried per dim cut by strided axes
+FLOOR = 1e-14  # absolute: what is left of terms that cancel
 OPS: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda x: x.sum(0),
     "max": lambda x: x.amax(0),
@@ -59,7 +60,7 @@ class Observation:
     @cached_property
     def slack(self) -> float:
         """Absolute difference that rounding explains."""
-        return self.tolerance * max(_top(self.whole), max(_top(p) for p in self.parts), 1e-290)
+        return max(FLOOR, self.tolerance * max(_top(self.whole), *(_top(p) for p in self.parts)))
 
     def close(self, a: Tensor, b: Tensor) -> bool:
         if a.shape != b.shape:

@@ -57,6 +57,7 @@ def run(
         crossed=ranks.crossed,
         draws=tuple(draws),
         tolerance=_tolerance(ranks, reference),
+        grads=dict(program.grads),
     )
     found.notes = _notes(found, reference)
     if reference.complete:

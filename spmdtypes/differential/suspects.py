@@ -1,0 +1,161 @@
+"""Where a wrong border's value first stops being what the reference has: by numbers, without rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from spmdtypes.core.denotation import Denotation, RuleError, show_scale
+from spmdtypes.differential.experiment import Experiment
+from spmdtypes.differential.layout import axes_of, global_shape
+from spmdtypes.differential.oracle import Oracle
+from spmdtypes.graph import Node, Ref
+from spmdtypes.notation import Type
+
+MOST = 8
+Bad = Callable[[Ref], bool | None]  # None: the value is unknown
+
+
+def suspects(experiment: Experiment, border: str) -> list[tuple[int, str]]:
+    """Nodes of rank 0's graph, in program order, with a sentence each; empty when nothing is known."""
+    graph = experiment.ranks[0].graph if experiment.ranks else None
+    if graph is None or border not in graph.outputs or border not in experiment.borders:
+        return []
+    oracle = experiment.oracle()
+    start = graph.outputs[border]
+    readings = oracle.readings(start)
+    if readings is None:
+        return []
+    bad, sentence = _trouble(oracle, readings, _expected(experiment, border, oracle.mesh))
+    found = _origins(graph.nodes, start, bad)
+    return [(ref.node, sentence(ref, oracle)) for ref in found[:MOST]]
+
+
+def _expected(experiment: Experiment, border: str, mesh: dict[str, int]) -> Denotation | None:
+    """What the declared type says of the local value, before the outer wrapper's reductions."""
+    type_ = experiment.borders[border].type
+    if type_ is None or type_.dims is None:
+        return None
+    pending = type_.partial
+    if border.startswith("grad:"):
+        pending += tuple((a, op) for a, op in experiment.grads.items() if a not in axes_of(type_))
+    dims = tuple(replace(d, axes=tuple(a for a in d.axes if a in mesh)) for d in type_.dims)
+    kept = Type(dims, type_.dtype, tuple(p for p in pending if p[0] in mesh))
+    try:
+        return Denotation.from_type(kept, global_shape(kept), mesh)
+    except (RuleError, ValueError):
+        return None
+
+
+Sentence = Callable[[Ref, Oracle], str]
+
+
+def _trouble(
+    oracle: Oracle, readings: object, expected: Denotation | None
+) -> tuple[Bad, Sentence]:
+    """Which property of the border's value is wrong, and how to say where it begins."""
+    found = list(readings) if isinstance(readings, (list, tuple)) else []
+    if not found:
+        return _lost(oracle), _say_lost
+    den = found[0]
+    extra = den.partial - (expected.partial if expected else frozenset())
+    if extra:
+        return _pending(oracle, extra), lambda ref, _: (
+            f"becomes a pending {den.op} over {', '.join(sorted(extra))} here"
+        )
+    factor = den.scale_in(oracle.mesh) / (expected.scale_in(oracle.mesh) if expected else 1.0)
+    if abs(factor - 1) > 1e-9:
+        return _scaled(oracle), lambda ref, o: (
+            f"is off by the factor {show_scale(_first(o, ref).scale)} from here on"
+        )
+    cut = den.layout.axes ^ (expected.layout.axes if expected else frozenset())
+    if cut:
+        return _cut(oracle, cut), lambda ref, o: f"is laid out as {_first(o, ref)} from here on"
+    return _lost(oracle), _say_lost
+
+
+def _first(oracle: Oracle, ref: Ref) -> Denotation:
+    readings = oracle.readings(ref)
+    assert readings
+    return readings[0]
+
+
+def _lost(oracle: Oracle) -> Bad:
+    def bad(ref: Ref) -> bool | None:
+        readings = oracle.readings(ref)
+        return None if readings is None else not readings
+
+    return bad
+
+
+def _say_lost(ref: Ref, oracle: Oracle) -> str:
+    graph = oracle.experiment.ranks[0].graph
+    assert graph is not None
+    known = []
+    for operand in dict.fromkeys(graph.nodes[ref.node].refs()):
+        readings = oracle.readings(operand)
+        if readings:
+            known.append(f'"{readings[0]}"' if str(readings[0]) else "a replicated scalar")
+    given = f" (from {', '.join(known)})" if known else ""
+    return f"no placement relates the ranks' values to the reference from here on{given}"
+
+
+def _pending(oracle: Oracle, axes: frozenset[str]) -> Bad:
+    def bad(ref: Ref) -> bool | None:
+        readings = oracle.readings(ref)
+        return None if readings is None else bool(readings) and axes <= readings[0].partial
+
+    return bad
+
+
+def _scaled(oracle: Oracle) -> Bad:
+    def bad(ref: Ref) -> bool | None:
+        readings = oracle.readings(ref)
+        if readings is None:
+            return None
+        return bool(readings) and abs(readings[0].scale_in(oracle.mesh) - 1) > 1e-9
+
+    return bad
+
+
+def _cut(oracle: Oracle, axes: frozenset[str]) -> Bad:
+    def bad(ref: Ref) -> bool | None:
+        readings = oracle.readings(ref)
+        return None if readings is None else bool(readings) and axes <= readings[0].layout.axes
+
+    return bad
+
+
+def _origins(nodes: list[Node], start: Ref, bad: Bad) -> list[Ref]:
+    """Bad values with no bad value behind them; unknown values are looked through."""
+    origins: list[Ref] = []
+    seen = {start}
+    stack = [start]
+    while stack:
+        ref = stack.pop()
+        behind = _bad_behind(nodes, ref, bad)
+        if bad(ref) and not behind:
+            origins.append(ref)
+        for b in behind:
+            if b not in seen:
+                seen.add(b)
+                stack.append(b)
+    return sorted(origins, key=lambda r: r.node)
+
+
+def _bad_behind(nodes: list[Node], ref: Ref, bad: Bad) -> list[Ref]:
+    """The nearest bad values among the operands, through unknown ones."""
+    out: list[Ref] = []
+    todo = list(nodes[ref.node].refs())
+    seen: set[Ref] = set(todo)
+    while todo:
+        r = todo.pop()
+        verdict = bad(r)
+        if verdict:
+            out.append(r)
+        elif verdict is None:
+            for q in nodes[r.node].refs():
+                if q not in seen:
+                    seen.add(q)
+                    todo.append(q)
+    return out
