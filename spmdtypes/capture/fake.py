@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,9 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from spmdtypes.capture import comms
 from spmdtypes.capture.environment import environment
-from spmdtypes.capture.raw import DTYPES
+from spmdtypes.capture.functionalise import functionalise
+from spmdtypes.capture.raw import DTYPES, Raw
 from spmdtypes.capture.recorder import Recorder
-from spmdtypes.capture.run import CaptureError, run_program
+from spmdtypes.capture.run import CaptureError, Outputs, execute
 from spmdtypes.contracts import Program
 from spmdtypes.graph import Graph
 from spmdtypes.notation import Type
@@ -44,8 +46,25 @@ def local_shape(name: str, declared: Type, mesh: Mapping[str, int]) -> tuple[int
     return tuple(shape)
 
 
-def capture(program: Program, mesh: Mapping[str, int], rank: int = 0) -> Graph:
-    """The pure graph of `program` as rank `rank` of `mesh` runs it, on fake tensors."""
+@dataclass
+class Recorded:
+    """A raw trace that `graph()` turns into a graph; the recorder and its tensors live until then."""
+
+    recorder: Recorder
+    outputs: Outputs
+
+    @property
+    def trace(self) -> list[Raw]:
+        return self.recorder.trace
+
+    def graph(self) -> Graph:
+        result = functionalise(self.recorder, self.outputs.views)
+        result.graph.dtensors = self.outputs.placements
+        return result.graph
+
+
+def record(program: Program, mesh: Mapping[str, int], rank: int = 0) -> Recorded:
+    """Run `program` as rank `rank` of `mesh` on fake tensors, recording it."""
     coords = coordinates(mesh, rank)
     with environment(math.prod(mesh.values()), rank):
         device_mesh = init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
@@ -53,7 +72,12 @@ def capture(program: Program, mesh: Mapping[str, int], rank: int = 0) -> Graph:
         with FakeTensorMode(allow_non_fake_inputs=True):
             params = {k: _empty(k, t, mesh) for k, t in program.params.items()}
             inputs = {k: _empty(k, t, mesh) for k, t in program.inputs.items()}
-            return run_program(program, device_mesh, coords, params, inputs, rec)
+            return Recorded(rec, execute(program, device_mesh, params, inputs, rec))
+
+
+def capture(program: Program, mesh: Mapping[str, int], rank: int = 0) -> Graph:
+    """The pure graph of `program` as rank `rank` of `mesh` runs it, on fake tensors."""
+    return record(program, mesh, rank).graph()
 
 
 def _empty(name: str, declared: Type, mesh: Mapping[str, int]) -> Tensor:

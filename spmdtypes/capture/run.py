@@ -46,23 +46,31 @@ def record_program(
     Parameters and inputs become input nodes. Raises CaptureError when names or shapes do not fit;
     exceptions of the program itself pass through.
     """
-    rec = recorder
-    for code in (record_program.__code__, _run_module.__code__, _run_step.__code__, _build.__code__):
+    outputs = execute(program, device_mesh, params or {}, inputs, recorder)
+    result = functionalise(recorder, outputs.views)
+    result.graph.dtensors = outputs.placements
+    if recorder.keep_values:
+        complete(result.graph, result.values)
+    return result
+
+
+def execute(
+    program: Program, device_mesh: Any, params: Mapping[str, Tensor], inputs: Mapping[str, Tensor], rec: Recorder
+) -> Outputs:
+    """The recorded run itself: `rec.trace` is filled, and what the outputs are is returned."""
+    for code in (execute.__code__, _run_module.__code__, _run_step.__code__, _build.__code__):
         rec.stacks.stop_at(code)
     with rec.recording():
         module = _build(rec, program, device_mesh)
-        _load(rec, module, params or {})
+        _load(rec, module, params)
         for name, value in inputs.items():
             rec.bind(value, name)
-        outputs = (_run_step if program.step is not None else _run_module)(rec, program, module, device_mesh, inputs)
+        run = _run_step if program.step is not None else _run_module
+        outputs = run(rec, program, module, device_mesh, inputs)
         with rec.pause():
             comms.drain(rec)
             outputs |= _finals(rec, module)
-    result = functionalise(rec, outputs.views)
-    result.graph.dtensors = outputs.placements
-    if rec.keep_values:
-        complete(result.graph, result.values)
-    return result
+    return outputs
 
 
 class Outputs:
