@@ -9,7 +9,7 @@ from typing import Any
 from spmdtypes.core.denotation import Denotation, RuleError
 from spmdtypes.core.layout import Layout, LayoutError
 from spmdtypes.core.ranks import Lin
-from spmdtypes.core.spec import Expr, Fn, Iota, Load, OpSpec, Out, Rand, Red, Var, Window
+from spmdtypes.core.spec import Expr, Fn, Iota, Load, OpSpec, Out, Rand, Red, Size, Var, Window
 from spmdtypes.core.subscript import Num, read
 
 
@@ -25,11 +25,14 @@ class Block:
 
 @dataclass
 class Env:
-    """`of[v]`: the block of variable v. `chosen`: axes decided on for open variables."""
+    """`of[v]`: the block of variable v. `chosen`: axes decided on for open variables.
+    `aligned`: literals are known in the reference too; `guessed`: variables whose reference size is not."""
 
     mesh: Mapping[str, int]
     of: dict[Var, Block] = field(default_factory=dict)
     chosen: dict[Var, tuple[str, ...]] = field(default_factory=dict)
+    aligned: bool = True
+    guessed: set[Var] = field(default_factory=set)
 
     def sizes(self, v: Var) -> tuple[int, int]:
         """Local and reference extent."""
@@ -107,7 +110,9 @@ class Env:
             if len(a.vars) == 1 and a.layout.open and a.vars[0] in b.vars:
                 k = b.vars.index(a.vars[0])
                 return a.layout.local_shape[0] == b.layout.local_shape[k] and (
-                    a.layout.ref_shape[0] == b.layout.ref_shape[k] or bool(b.layout.open)
+                    a.layout.ref_shape[0] == b.layout.ref_shape[k]
+                    or bool(b.layout.open)
+                    or a.vars[0] in self.guessed
                 )
         return False
 
@@ -132,8 +137,14 @@ def bind(spec: OpSpec, operands: Sequence[Denotation], env: Env, outs: Sequence[
     """Fill `env` from every read of an operand in `outs`. Raises RuleError."""
     for load in loads(o.value for o in outs):
         _bind_read(load.operand, load.index, operands, env)
+    wanted = {v for o in outs for v in (*o.vars, *mentioned(o.value)) if isinstance(v, Var)}
+    others = [o.value for o in spec.outs if isinstance(o, Out)]
+    if not wanted <= set(env.of):
+        for load in loads(others):
+            if any(isinstance(s, Var) and s in wanted and s not in env.of for s in load.index):
+                _bind_read(load.operand, load.index, operands, env)
     for operand, subs in spec.uses:
-        if any(v in env.of or _walked(v, outs) for v in subs if isinstance(v, Var)):
+        if any(v in env.of or v in wanted for v in subs if isinstance(v, Var)):
             _bind_read(operand, subs, operands, env)
     for v, size in spec.sizes.items():
         _bind_size(v, size, env)
@@ -141,16 +152,12 @@ def bind(spec: OpSpec, operands: Sequence[Denotation], env: Env, outs: Sequence[
         _bind_same(a, b, env)
 
 
-def _walked(v: Var, outs: Sequence[Out]) -> bool:
-    return any(v in o.vars or v in free(o.value) for o in outs)
-
-
 def _bind_read(operand: int, subs: Sequence[Any], operands: Sequence[Denotation], env: Env) -> None:
     if operand >= len(operands):
         raise RuleError("missing", f"operand {operand} has no denotation", operands=(operand,))
     subs = [as_variable(s, operands) or s for s in subs]
     try:
-        layout, vars = read(operands[operand].layout, subs, env.mesh)
+        layout, vars = read(operands[operand].layout, subs, env.mesh, env.aligned)
     except LayoutError as e:
         axes = operands[operand].layout.axes
         raise RuleError("unsupported" if e.unsupported else "layout", str(e), axes, (operand,)) from None
@@ -172,12 +179,14 @@ def as_variable(sub: Any, operands: Sequence[Denotation]) -> Var | None:
 
 def _bind_size(v: Var, size: Any, env: Env) -> None:
     try:
-        n = Num.of(size)
+        n = Num.of(size, env.aligned)
     except LayoutError as e:
         raise RuleError("unsupported", str(e)) from None
     if n.steps:
         raise RuleError("unsupported", "a size that differs between ranks", frozenset(a for a, _ in n.steps))
-    env.put([v], Layout.opened(n.local, n.ref), -1, [0])
+    if n.ref is None:
+        env.guessed.add(v)
+    env.put([v], Layout.opened(n.local, n.at(n.local).ref), -1, [0])
 
 
 def _bind_same(a: Var, b: Var, env: Env) -> None:
@@ -210,6 +219,18 @@ def loads(exprs: Iterable[Expr]) -> list[Load]:
             out.append(e)
         stack += children(e)[::-1]
     return out
+
+
+def mentioned(e: Expr) -> frozenset[Var]:
+    """Every variable of an expression, reduced ones and mere sizes included."""
+    match e:
+        case Red(_, vars, _):
+            own = frozenset(vars)
+        case Size(var):
+            own = frozenset([var])
+        case _:
+            own = _own(e)
+    return own.union(*map(mentioned, children(e)))
 
 
 def children(e: Expr) -> list[Expr]:

@@ -387,12 +387,7 @@ class Rules:
             return False
         (k,) = where
         bound = args[1 - k].number
-        if (
-            not args[k].grad_free
-            or not args[k].nonneg
-            or not isinstance(bound, (int, float))
-            or not 0 <= bound <= 1
-        ):
+        if not args[k].grad_free or not isinstance(bound, (int, float)) or not 0 <= bound <= 1:
             return False
         self.notes.append(f"the count is at least {bound} on every rank of {_names(axes)}")
         return True

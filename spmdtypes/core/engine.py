@@ -58,13 +58,17 @@ def derive(
     averaged: frozenset[str] = frozenset(),
     grad_free: Sequence[bool] = (),
     streams: frozenset[str] = frozenset(),
+    aligned: bool = True,
 ) -> tuple[Result, ...]:
     """One result per output of `spec` (None where the spec has None).
 
     `averaged`: pure data axes whose loss and gradients the contract averages. `grad_free[k]`: operand k
-    does not depend on a parameter. `streams`: axes over which the random streams differ.
+    does not depend on a parameter. `streams`: axes over which the random streams differ. `aligned`: plain
+    numbers in `spec` are the reference's too (else its numbers are unknown).
     """
-    return derivation(spec, operands, mesh, averaged=averaged, grad_free=grad_free, streams=streams).outs
+    return derivation(
+        spec, operands, mesh, averaged=averaged, grad_free=grad_free, streams=streams, aligned=aligned
+    ).outs
 
 
 def derivation(
@@ -75,6 +79,7 @@ def derivation(
     averaged: frozenset[str] = frozenset(),
     grad_free: Sequence[bool] = (),
     streams: frozenset[str] = frozenset(),
+    aligned: bool = True,
 ) -> Derivation:
     """`derive` with the assumptions it made."""
     lost = NONE.union(*(d.varying for d in operands if d.value is None and d.guard is None))
@@ -85,7 +90,7 @@ def derivation(
         if out is None:
             outs.append(None)
             continue
-        case = _Case(spec, known, mesh, averaged, tuple(grad_free), streams - lost, notes)
+        case = _Case(spec, known, mesh, averaged, tuple(grad_free), streams - lost, aligned, notes)
         outs.append(_without(case.output(out), lost, operands))
     return Derivation(tuple(outs), tuple(dict.fromkeys(notes)))
 
@@ -120,13 +125,15 @@ class _Case:
     averaged: frozenset[str]
     grad_free: tuple[bool, ...]
     streams: frozenset[str]
+    aligned: bool
     notes: list[str]
     chosen: dict[Var, tuple[str, ...]] = field(default_factory=dict)
 
     def output(self, out: Out | Reshape | Concat) -> Result:
         try:
             if isinstance(out, Reshape):
-                return reshape(self.operands[out.operand], out.shape, out.ref_shape, self.mesh)
+                ref_shape = out.ref_shape if self.aligned else None
+                return reshape(self.operands[out.operand], out.shape, ref_shape, self.mesh)
             if isinstance(out, Concat):
                 rules = Rules(self.mesh, self.averaged, {}, lambda v: v.local == v.ref, self.notes)
                 return concat([self.operands[k] for k in out.operands], out.dim, rules)
@@ -148,7 +155,7 @@ class _Case:
         return e
 
     def _output(self, out: Out) -> Result:
-        env = Env(self.mesh, chosen=self.chosen)
+        env = Env(self.mesh, chosen=self.chosen, aligned=self.aligned)
         bind(self.spec, self.operands, env, [out])
         run = _Run(self, env)
         a = run.value(out.value)

@@ -242,6 +242,7 @@ class _Pass:
             streams,
             tuple(m.shape if (m := self.graph.meta(r)) else () for r in refs) if self._uneven(dens) else (),
             len(node.outs),
+            _is_aligned(node),
         )
         found: Derivation | None = self.memo.get(key)
         if found is None:
@@ -275,7 +276,15 @@ class _Pass:
             return Derivation(self._unknown(node, dens, str(e)))
         if spec is None:
             return Derivation(self._unknown(node, dens, f"no rule for {node.op}"), known=False)
-        return derivation(spec, dens, self.mesh, averaged=self.averaged, grad_free=free, streams=streams)
+        return derivation(
+            spec,
+            dens,
+            self.mesh,
+            averaged=self.averaged,
+            grad_free=free,
+            streams=streams,
+            aligned=_is_aligned(node),
+        )
 
     def _operand(self, k: int, ref: Ref, den: Denotation) -> Operand:
         meta = self.graph.meta(ref)
@@ -323,6 +332,10 @@ def simplest(readings: Sequence[Denotation]) -> Denotation:
     return min(
         readings, key=lambda d: (len(d.varying), len(d.scale), len(d.partial), len(d.layout.sizes), str(d))
     )
+
+
+def _is_aligned(node: Node) -> bool:
+    return node.ref is not None or node.ref_outs is not None
 
 
 def _shape(s: Sequence[int]) -> str:

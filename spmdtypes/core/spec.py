@@ -156,7 +156,7 @@ def mean(over: Sequence[Var], body: Any) -> Expr:
 @dataclass(frozen=True, slots=True)
 class Operand:
     """A tensor argument as an op builder sees it. `shape` is local, `ref_shape` in the reference
-    program (equal to `shape` when nothing is aligned); `one[d]`: dim d has reference size 1."""
+    program (equal to `shape` when nothing is aligned); `one[d]`: dim d has size 1 in both."""
 
     position: int
     shape: tuple[int, ...]
@@ -169,7 +169,7 @@ class Operand:
 
     @property
     def one(self) -> tuple[bool, ...]:
-        return tuple(n == 1 for n in self.ref_shape)
+        return tuple(n == m == 1 for n, m in zip(self.shape, self.ref_shape))
 
     def __getitem__(self, index: Any) -> Expr:
         return Load(self.position, index if isinstance(index, tuple) else (index,))

@@ -22,19 +22,26 @@ class Num:
     steps: tuple[tuple[str, Any], ...] = ()
 
     @classmethod
-    def of(cls, x: Any) -> Num:
+    def of(cls, x: Any, aligned: bool = True) -> Num:
+        """`aligned`: a plain number is the reference's too; else the reference's is unknown (None)."""
         if not isinstance(x, Lit):
-            return cls(x, x)
+            return cls(x, x if aligned else None)
         if not x.affine:
             raise LayoutError("a number that differs between ranks in no regular way", unsupported=True)
         return cls(x.local, x.ref, tuple((a, s) for a, s in x.rank if s))
 
     @property
     def fixed(self) -> bool:
-        return self.local == self.ref and not self.steps
+        return self.ref in (None, self.local) and not self.steps
+
+    def at(self, ref: int) -> Num:
+        """With this reference value where it was unknown."""
+        return self if self.ref is not None else Num(self.local, ref, self.steps)
 
 
-def read(layout: Layout, subs: Sequence[Any], mesh: Mapping[str, int]) -> tuple[Layout, tuple[Var, ...]]:
+def read(
+    layout: Layout, subs: Sequence[Any], mesh: Mapping[str, int], aligned: bool = True
+) -> tuple[Layout, tuple[Var, ...]]:
     """The layout over the subscripts' variables, in order. Data-dependent subscripts take the whole dim.
 
     Raises LayoutError when a subscript reads other elements than the reference does.
@@ -51,13 +58,13 @@ def read(layout: Layout, subs: Sequence[Any], mesh: Mapping[str, int]) -> tuple[
             kept.append(d)
             vars.append(s)
         elif isinstance(s, Window):
-            _window(w, d, s, mesh)
+            _window(w, d, s, mesh, aligned)
             kept.append(d)
             vars.append(s.var)
         elif s is ONE:
             _one(w, d)
         elif isinstance(s, At):
-            _select(w, d, Num.of(s.where), mesh)
+            _select(w, d, Num.of(s.where, aligned), mesh)
         elif isinstance(s, Expr):
             _take_whole(w, d)
         else:
@@ -153,7 +160,7 @@ def _select(w: _Work, d: int, at: Num, mesh: Mapping[str, int]) -> None:
 
 def _pick(w: _Work, digits: list[int], at: Num, mesh: Mapping[str, int], d: int) -> None:
     """One value of digits whose reference dim is elsewhere: the rank's own part, or one part for all."""
-    if at.ref != 0:
+    if at.ref not in (0, None):
         raise LayoutError(f"position {at.ref} of dim {d} in the reference", unsupported=True)
     if at.steps:
         if at.local != 0 or not _assign(w, digits, dict(at.steps), 1, mesh):
@@ -164,12 +171,14 @@ def _pick(w: _Work, digits: list[int], at: Num, mesh: Mapping[str, int], d: int)
         rest, w.fixed[g] = divmod(rest, w.size[g])
 
 
-def _window(w: _Work, d: int, s: Window, mesh: Mapping[str, int]) -> None:
-    start, length = Num.of(s.start), Num.of(s.length)
+def _window(w: _Work, d: int, s: Window, mesh: Mapping[str, int], aligned: bool) -> None:
+    start, length = Num.of(s.start, aligned), Num.of(s.length, aligned)
     if length.steps:
         raise LayoutError("a length that differs between ranks", unsupported=True)
     if d in w.open:
-        w.open[d] = (length.local, length.ref)
+        local, ref = w.open[d]
+        guess = ref * length.local // local if local and ref * length.local % local == 0 else length.local
+        w.open[d] = (length.local, length.at(guess).ref)
     elif d in w.uneven:
         if start.fixed and start.local == 0 and length.ref == w.uneven[d]:
             return
@@ -189,7 +198,7 @@ def _whole(w: _Work, d: int, start: Num, length: Num) -> bool:
         start.fixed
         and start.local == 0
         and length.local == _extent(w, w.local[d])
-        and length.ref == _extent(w, w.home[d])
+        and length.ref in (None, _extent(w, w.home[d]))
     )
 
 
@@ -201,7 +210,7 @@ def _strided(w: _Work, d: int, start: Num, length: Num, step: int) -> None:
         if (
             n % step == 0
             and length.local * step == _extent(w, w.local[d])
-            and length.ref * step == _extent(w, w.home[d])
+            and length.at(-(-_extent(w, w.home[d]) // step)).ref * step == _extent(w, w.home[d])
         ):
             w.size[g] = n // step
             return
@@ -213,14 +222,14 @@ def _cut(w: _Work, d: int, start: Num, length: Num, mesh: Mapping[str, int]) -> 
     home, local = w.home[d], w.local[d]
     if not local:
         raise LayoutError(f"slice of dim {d}, of which every rank holds one position")
-    whole_ref = start.ref == 0 and length.ref == _extent(w, home)
+    whole_ref = start.ref in (0, None) and length.ref in (None, _extent(w, home))
     if start.steps:
         parts, exact = divmod(_extent(w, local), length.local)
         if start.local == 0 and not exact and whole_ref and dict(start.steps):
             lead = w.take_lead(d, parts)
             if _assign(w, lead, dict(start.steps), length.local, mesh):
                 return
-        if _plain(w, d) and start.local == start.ref and _rank_window(w, d, start, length, mesh):
+        if _plain(w, d) and start.ref in (None, start.local) and _rank_window(w, d, start, length, mesh):
             return
         raise LayoutError(f"slice of dim {d} is not the rank's part in rank order")
     if home and home[0] == local[0] and _leading_run(w, d, start, length):
@@ -251,10 +260,11 @@ def _axes(w: _Work, d: int) -> str:
 def _rank_window(w: _Work, d: int, start: Num, length: Num, mesh: Mapping[str, int]) -> bool:
     """Rank r reads the r-th block of a run that the reference reads whole."""
     block = steps_of_blocks(dict(start.steps), length.local, mesh)
-    if block is None or block.count * length.local != length.ref or any(a in w.axis for a in block.axes):
+    total = length.at(block.count * length.local if block else 0).ref
+    if block is None or block.count * length.local != total or any(a in w.axis for a in block.axes):
         return False
     _empty(w, d)
-    w.open[d] = (length.local, length.ref)
+    w.open[d] = (length.local, total)
     w.close_as(d, length.local, [(a, mesh[a]) for a in block.axes])
     return True
 
@@ -265,7 +275,8 @@ def _leading_run(w: _Work, d: int, start: Num, length: Num) -> bool:
     inner, inner_ref = _extent(w, w.local[d][1:]), _extent(w, w.home[d][1:])
     first, a = divmod(start.local, inner)
     count, b = divmod(length.local, inner)
-    if a or b or (first * inner_ref, count * inner_ref) != (start.ref, length.ref):
+    want = (first * inner_ref, count * inner_ref)
+    if a or b or want != (start.at(want[0]).ref, length.at(want[1]).ref):
         return False
     if count == 1:
         del w.size[g]
