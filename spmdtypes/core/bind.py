@@ -31,7 +31,7 @@ class Env:
     mesh: Mapping[str, int]
     of: dict[Var, Block] = field(default_factory=dict)
     chosen: dict[Var, tuple[str, ...]] = field(default_factory=dict)
-    aligned: bool = True
+    aligned: bool | None = True
     guessed: set[Var] = field(default_factory=set)
 
     def sizes(self, v: Var) -> tuple[int, int]:
@@ -179,7 +179,7 @@ def as_variable(sub: Any, operands: Sequence[Denotation]) -> Var | None:
 
 def _bind_size(v: Var, size: Any, env: Env) -> None:
     try:
-        n = Num.of(size, env.aligned)
+        n = Num.of(size, env.aligned is True)
     except LayoutError as e:
         raise RuleError("unsupported", str(e)) from None
     if n.steps:

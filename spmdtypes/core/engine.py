@@ -18,6 +18,7 @@ from spmdtypes.core.denotation import NONE, Denotation, RuleError, scale_mul, sc
 from spmdtypes.core.layout import Layout, LayoutError
 from spmdtypes.core.moves import concat, reshape
 from spmdtypes.core.ranks import Lin, Truth, Value
+from spmdtypes.core.simplify import collapsed
 from spmdtypes.core.spec import (
     ONE,
     At,
@@ -58,13 +59,13 @@ def derive(
     averaged: frozenset[str] = frozenset(),
     grad_free: Sequence[bool] = (),
     streams: frozenset[str] = frozenset(),
-    aligned: bool = True,
+    aligned: bool | None = True,
 ) -> tuple[Result, ...]:
     """One result per output of `spec` (None where the spec has None).
 
     `averaged`: pure data axes whose loss and gradients the contract averages. `grad_free[k]`: operand k
-    does not depend on a parameter. `streams`: axes over which the random streams differ. `aligned`: plain
-    numbers in `spec` are the reference's too (else its numbers are unknown).
+    does not depend on a parameter. `streams`: axes over which the random streams differ. `aligned`: the
+    reference has the same op, with the same plain numbers; False: it has none; None: no reference.
     """
     return derivation(
         spec, operands, mesh, averaged=averaged, grad_free=grad_free, streams=streams, aligned=aligned
@@ -79,7 +80,7 @@ def derivation(
     averaged: frozenset[str] = frozenset(),
     grad_free: Sequence[bool] = (),
     streams: frozenset[str] = frozenset(),
-    aligned: bool = True,
+    aligned: bool | None = True,
 ) -> Derivation:
     """`derive` with the assumptions it made."""
     lost = NONE.union(*(d.varying for d in operands if d.value is None and d.guard is None))
@@ -125,28 +126,45 @@ class _Case:
     averaged: frozenset[str]
     grad_free: tuple[bool, ...]
     streams: frozenset[str]
-    aligned: bool
+    aligned: bool | None
     notes: list[str]
     chosen: dict[Var, tuple[str, ...]] = field(default_factory=dict)
 
     def output(self, out: Out | Reshape | Concat) -> Result:
         try:
             if isinstance(out, Reshape):
-                ref_shape = out.ref_shape if self.aligned else None
+                ref_shape = out.ref_shape if self.aligned is True else None
                 return reshape(self.operands[out.operand], out.shape, ref_shape, self.mesh)
             if isinstance(out, Concat):
                 rules = Rules(self.mesh, self.averaged, {}, lambda v: v.local == v.ref, self.notes)
                 return concat([self.operands[k] for k in out.operands], out.dim, rules)
-            for _ in range(1 + len(self.mesh) * 4):
-                try:
-                    return self._output(out)
-                except _Restart:
-                    continue
-            raise RuleError("unsupported", "no layout found for the new dims")
+            simpler = collapsed(out.value, self.operands)
+            if simpler is not out.value:
+                found = self._attempt(Out(out.vars, simpler))
+                if found is not None:
+                    return found
+            return self._settled(out)
         except LayoutError as e:
             return self._fail(RuleError("unsupported" if e.unsupported else "layout", str(e)), out)
         except RuleError as e:
             return self._fail(e, out)
+
+    def _attempt(self, out: Out) -> Denotation | None:
+        try:
+            found = self._settled(out)
+        except (RuleError, LayoutError):
+            found = None
+        self.chosen.clear()
+        return found if isinstance(found, Denotation) and not found.varying else None
+
+    def _settled(self, out: Out) -> Result:
+        """The output once every open dim that needs a layout has one."""
+        for _ in range(1 + len(self.mesh) * 4):
+            try:
+                return self._output(out)
+            except _Restart:
+                continue
+        raise RuleError("unsupported", "no layout found for the new dims")
 
     def _fail(self, e: RuleError, out: Out | Reshape | Concat) -> RuleError:
         if not e.axes:

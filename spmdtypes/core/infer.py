@@ -101,6 +101,7 @@ class _Pass:
         self.grad_free: dict[int, bool] = {}
         self.interned: dict[Denotation, Denotation] = memo.setdefault("interned", {})
         self.counted: set[int] = set()
+        self.compared = any(n.ref is not None or n.ref_outs is not None for n in graph.nodes)
         self.fits: dict[tuple[Layout, tuple[int, ...]], bool] = {}
 
     # -- one node -------------------------------------------------------------------------------
@@ -242,7 +243,7 @@ class _Pass:
             streams,
             tuple(m.shape if (m := self.graph.meta(r)) else () for r in refs) if self._uneven(dens) else (),
             len(node.outs),
-            _is_aligned(node),
+            self._aligned(node),
         )
         found: Derivation | None = self.memo.get(key)
         if found is None:
@@ -283,8 +284,13 @@ class _Pass:
             averaged=self.averaged,
             grad_free=free,
             streams=streams,
-            aligned=_is_aligned(node),
+            aligned=self._aligned(node),
         )
+
+    def _aligned(self, node: Node) -> bool | None:
+        if not self.compared:
+            return None
+        return node.ref is not None or node.ref_outs is not None
 
     def _operand(self, k: int, ref: Ref, den: Denotation) -> Operand:
         meta = self.graph.meta(ref)
@@ -332,10 +338,6 @@ def simplest(readings: Sequence[Denotation]) -> Denotation:
     return min(
         readings, key=lambda d: (len(d.varying), len(d.scale), len(d.partial), len(d.layout.sizes), str(d))
     )
-
-
-def _is_aligned(node: Node) -> bool:
-    return node.ref is not None or node.ref_outs is not None
 
 
 def _shape(s: Sequence[int]) -> str:

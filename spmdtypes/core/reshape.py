@@ -110,7 +110,7 @@ def _regroup(w: _Work, where: list[list[int]], dims: Sequence[int], sizes: Seque
 def infer_ref_shape(x: Layout, local: Shape, mesh: Mapping[str, int]) -> Shape:
     """The reference shape of a reshape known only locally: rank digits keep their row-major place."""
     if any(not x.is_proper(d) for d in range(x.ndim) if d not in x.open_dims):
-        raise LayoutError("reference shape unknown", unsupported=True)
+        return _shape_around(x, local)
     y = x.closed(mesh) if any(a != b for _, a, b in x.open) else x
     queue: list[tuple[int, bool, bool]] = []  # size, held by ranks, all of its dim is
     for d, h in enumerate(y.home_digits):
@@ -144,3 +144,20 @@ def infer_ref_shape(x: Layout, local: Shape, mesh: Mapping[str, int]) -> Shape:
         if size > 1:
             out[-1] *= size
     return tuple(out)
+
+
+def _shape_around(x: Layout, local: Shape) -> Shape:
+    """Dims kept at either end keep their reference size; one dim between takes what is left."""
+    head = 0
+    while head < min(x.ndim, len(local)) and x.local_shape[head] == local[head]:
+        head += 1
+    tail = 0
+    while tail < min(x.ndim, len(local)) - head and x.local_shape[-1 - tail] == local[-1 - tail]:
+        tail += 1
+    middle = local[head : len(local) - tail]
+    want = prod(x.ref_shape[head : x.ndim - tail])
+    if prod(middle) != want:
+        if len(middle) != 1:
+            raise LayoutError("reference shape unknown", unsupported=True)
+        middle = (want,)
+    return (*x.ref_shape[:head], *middle, *x.ref_shape[x.ndim - tail :])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from spmdtypes.core.layout import Layout, LayoutError, _Work
+from spmdtypes.core.layout import Layout, LayoutError, _Work, axes_for_ratio
 from spmdtypes.core.ranks import steps_of_blocks
 from spmdtypes.core.spec import ONE, At, Expr, Var, Window
 from spmdtypes.graph import Lit
@@ -40,11 +40,13 @@ class Num:
 
 
 def read(
-    layout: Layout, subs: Sequence[Any], mesh: Mapping[str, int], aligned: bool = True
+    layout: Layout, subs: Sequence[Any], mesh: Mapping[str, int], aligned: bool | None = True
 ) -> tuple[Layout, tuple[Var, ...]]:
     """The layout over the subscripts' variables, in order. Data-dependent subscripts take the whole dim.
 
-    Raises LayoutError when a subscript reads other elements than the reference does.
+    `aligned`: the reference has the same op, with the same plain numbers; False: it has no such op; None:
+    there is no reference to compare with. Raises LayoutError when a subscript reads other elements than
+    the reference does.
     """
     if len(subs) != layout.ndim:
         raise LayoutError(f"{len(subs)} subscripts for {layout.ndim} dims", unsupported=True)
@@ -64,7 +66,7 @@ def read(
         elif s is ONE:
             _one(w, d)
         elif isinstance(s, At):
-            _select(w, d, Num.of(s.where, aligned), mesh)
+            _select(w, d, Num.of(s.where, aligned is True), mesh)
         elif isinstance(s, Expr):
             _take_whole(w, d)
         else:
@@ -171,8 +173,8 @@ def _pick(w: _Work, digits: list[int], at: Num, mesh: Mapping[str, int], d: int)
         rest, w.fixed[g] = divmod(rest, w.size[g])
 
 
-def _window(w: _Work, d: int, s: Window, mesh: Mapping[str, int], aligned: bool) -> None:
-    start, length = Num.of(s.start, aligned), Num.of(s.length, aligned)
+def _window(w: _Work, d: int, s: Window, mesh: Mapping[str, int], aligned: bool | None) -> None:
+    start, length = Num.of(s.start, aligned is True), Num.of(s.length, aligned is True)
     if length.steps:
         raise LayoutError("a length that differs between ranks", unsupported=True)
     if d in w.open:
@@ -183,6 +185,8 @@ def _window(w: _Work, d: int, s: Window, mesh: Mapping[str, int], aligned: bool)
         if start.fixed and start.local == 0 and length.ref == w.uneven[d]:
             return
         raise LayoutError(f"slice of dim {d}, which is cut unevenly", unsupported=True)
+    elif aligned is False and _is_part(w, d, start, length, mesh):
+        _cut(w, d, start, length, mesh)
     elif _plain(w, d) and start.fixed and length.fixed:
         _empty(w, d)
         g = w.digit(length.local)
@@ -200,6 +204,14 @@ def _whole(w: _Work, d: int, start: Num, length: Num) -> bool:
         and length.local == _extent(w, w.local[d])
         and length.ref in (None, _extent(w, w.home[d]))
     )
+
+
+def _is_part(w: _Work, d: int, start: Num, length: Num, mesh: Mapping[str, int]) -> bool:
+    """A slice the reference does not have: one of as many parts as some axes have ranks."""
+    if not _plain(w, d) or not length.local or start.steps or start.local % length.local:
+        return False
+    parts, rest = divmod(_extent(w, w.local[d]), length.local)
+    return not rest and parts > 1 and axes_for_ratio(1, parts, mesh, set()) is not None
 
 
 def _strided(w: _Work, d: int, start: Num, length: Num, step: int) -> None:

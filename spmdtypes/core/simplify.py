@@ -1,0 +1,100 @@
+"""Sums over one position: sum_k [k == i] * f(k) = f(i)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from spmdtypes.core.bind import as_variable
+from spmdtypes.core.denotation import Denotation
+from spmdtypes.core.spec import Expr, Fn, Iota, Load, Rand, Red, Size, Var, Window
+
+
+def collapsed(e: Expr, operands: Sequence[Denotation]) -> Expr:
+    """`e` with every reduction over an index that is just a position carried out."""
+    memo: dict[int, Expr] = {}
+
+    def walk(x: Expr) -> Expr:
+        if id(x) not in memo:
+            memo[id(x)] = _collapse(_rebuilt(x, walk), operands)
+        return memo[id(x)]
+
+    return walk(e)
+
+
+def _collapse(e: Expr, operands: Sequence[Denotation]) -> Expr:
+    if not isinstance(e, Red) or e.op not in ("sum", "max"):
+        return e
+    factors = _factors(e.body)
+    for n, f in enumerate(factors):
+        pair = _delta(f, e.vars, operands)
+        if pair is None or len(factors) == 1:
+            continue
+        k, i = pair
+        rest = [_substitute(g, k, i) for m, g in enumerate(factors) if m != n]
+        body = rest[0]
+        for g in rest[1:]:
+            body = Fn("mul", (body, g))
+        left = tuple(v for v in e.vars if v != k)
+        return _collapse(Red(e.op, left, body), operands) if left else body
+    return e
+
+
+def _factors(e: Expr) -> list[Expr]:
+    if isinstance(e, Fn) and e.name in ("mul", "and") and len(e.args) == 2:
+        return _factors(e.args[0]) + _factors(e.args[1])
+    return [e]
+
+
+def _delta(f: Expr, vars: Sequence[Var], operands: Sequence[Denotation]) -> tuple[Var, Var] | None:
+    """(reduced variable, variable it must equal) of a factor [position along k == i]."""
+    if not (isinstance(f, Fn) and f.name == "eq" and len(f.args) == 2):
+        return None
+    for a, b in (f.args, f.args[::-1]):
+        k = as_variable(a, operands)
+        if k in vars and isinstance(b, Iota) and b.var not in vars and k is not None:
+            return k, b.var
+    return None
+
+
+def _substitute(e: Expr, old: Var, new: Var) -> Expr:
+    memo: dict[int, Expr] = {}
+
+    def walk(x: Expr) -> Expr:
+        if id(x) not in memo:
+            memo[id(x)] = _renamed(_rebuilt(x, walk), old, new)
+        return memo[id(x)]
+
+    return walk(e)
+
+
+def _renamed(e: Expr, old: Var, new: Var) -> Expr:
+    def sub(s: object) -> object:
+        if s == old:
+            return new
+        return Window(new, s.start, s.length, s.step) if isinstance(s, Window) and s.var == old else s
+
+    match e:
+        case Load(operand, index) if any(sub(s) is not s for s in index):
+            return Load(operand, tuple(map(sub, index)))
+        case Iota(var) if var == old:
+            return Iota(new)
+        case Size(var) if var == old:
+            return Size(new)
+        case Rand(vars) if old in vars:
+            return Rand(tuple(new if v == old else v for v in vars))
+    return e
+
+
+def _rebuilt(e: Expr, walk: Callable[[Expr], Expr]) -> Expr:
+    """The same node over walked children; the node itself when they did not change."""
+    match e:
+        case Fn(name, args):
+            new = tuple(map(walk, args))
+            return e if all(a is b for a, b in zip(new, args)) else Fn(name, new)
+        case Red(op, vars, body):
+            inner = walk(body)
+            return e if inner is body else Red(op, vars, inner)
+        case Load(operand, index):
+            subs = tuple(walk(s) if isinstance(s, Expr) else s for s in index)
+            return e if all(a is b for a, b in zip(subs, index)) else Load(operand, subs)
+    return e
