@@ -97,7 +97,7 @@ class Trial:
         self.reference = flat(self.call(self.tensors, self.numbers))
 
     def call(self, tensors: Sequence[Tensor], numbers: Sequence[int]) -> Any:
-        torch.manual_seed(SEED)
+        torch.default_generator.manual_seed(SEED)
         given, counts = iter([t.clone() for t in tensors]), iter(numbers)
         args = _arguments(self.case.args, given, counts)
         return self.case.function(*args, **_arguments(self.case.kwargs, given, counts))
@@ -153,12 +153,16 @@ def _refusal(op: str, tensors: Sequence[Tensor]) -> str:
         q, k, v = tensors[-5:-2] if "backward" in op else tensors[:3]
         if q.shape[:2] != k.shape[:2] or k.shape != v.shape or q.shape[3] != k.shape[3]:
             return "attention of other shapes"
-        if "backward" in op and (tensors[0].shape != q.shape or tensors[4].shape != q.shape or tensors[5].shape != q.shape[:3]):
+        if "backward" in op and (
+            tensors[0].shape != q.shape or tensors[4].shape != q.shape or tensors[5].shape != q.shape[:3]
+        ):
             return "attention of other shapes"
     return ""
 
 
-def judge(trial: Trial, dens: Sequence[Denotation], label: str, numbers: tuple[int, ...], tally: Tally) -> None:
+def judge(
+    trial: Trial, dens: Sequence[Denotation], label: str, numbers: tuple[int, ...], tally: Tally
+) -> None:
     """Compares what the rules promise for one combination with what the ranks compute."""
     results = trial.derive(dens, numbers)
     if results is None:
@@ -182,7 +186,11 @@ def judge(trial: Trial, dens: Sequence[Denotation], label: str, numbers: tuple[i
             found = readings(reference, locals_, n)
             if found:
                 again = trial.run(dens, numbers, 2)
-                found = [] if isinstance(again, str) else [r for r in readings(reference, [o[k] for o in again], n) if r in found]
+                found = (
+                    []
+                    if isinstance(again, str)
+                    else [r for r in readings(reference, [o[k] for o in again], n) if r in found]
+                )
             tally.add("missed" if found else "illegal", f"{where} | reads as {found}" if found else "")
         else:
             tally.add("illegal")
@@ -221,7 +229,9 @@ def check_case(case: Case, mesh: Mapping[str, int], limit: int, seed: int, uneve
     return tally
 
 
-def _combinations(options: list[list[Placement]], limit: int, rng: random.Random) -> list[tuple[Placement, ...]]:
+def _combinations(
+    options: list[list[Placement]], limit: int, rng: random.Random
+) -> list[tuple[Placement, ...]]:
     """All of them when few; else a sample that favours operands cut alike."""
     if prod(map(len, options)) <= limit:
         return list(product(*options))
@@ -276,7 +286,17 @@ def check_in_child(
 
 
 def table(rows: dict[str, Tally]) -> Iterator[str]:
-    names = ["right", "illegal", "refused", "missed", "UNSOUND", "promised but refused", "no description", "guarded", "CRASH"]
+    names = [
+        "right",
+        "illegal",
+        "refused",
+        "missed",
+        "UNSOUND",
+        "promised but refused",
+        "no description",
+        "guarded",
+        "CRASH",
+    ]
     yield f"{'op':48}" + "".join(f"{n.split()[0]:>10}" for n in names)
     total = Tally()
     for name, tally in rows.items():
@@ -288,14 +308,18 @@ def table(rows: dict[str, Tally]) -> Iterator[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4], help="sizes of the one-axis meshes")
     parser.add_argument("--two", action="store_true", help="also a mesh of two axes")
     parser.add_argument("--uneven", action="store_true", help="also shards of unequal size")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--limit", type=int, default=600, help="placements tried per case")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--examples", type=int, default=0, help="print so many examples of each bad outcome per case")
+    parser.add_argument(
+        "--examples", type=int, default=0, help="print so many examples of each bad outcome per case"
+    )
     options = parser.parse_args(argv)
     meshes: list[tuple[dict[str, int], bool]] = [({ONE_AXIS: n}, False) for n in options.ranks]
     meshes += [({"a": 2, "b": 2}, False)] if options.two else []

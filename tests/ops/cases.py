@@ -293,7 +293,17 @@ def _products(c: _Make) -> None:
     c("_adaptive_avg_pool2d_backward", c.real(4, 4, 2, 2), image)
     c("upsample_nearest2d", image, [12, 12])
     places = torch.ops.aten.max_pool2d_with_indices(image, [2, 2])[1]
-    c("max_pool2d_with_indices_backward", c.real(4, 4, 3, 3), image, [2, 2], [2, 2], none, ones, False, places)
+    c(
+        "max_pool2d_with_indices_backward",
+        c.real(4, 4, 3, 3),
+        image,
+        [2, 2],
+        [2, 2],
+        none,
+        ones,
+        False,
+        places,
+    )
 
 
 def _symmetric(x: Tensor) -> Tensor:
@@ -371,7 +381,16 @@ def _losses(c: _Make) -> None:
         c("nll_loss_backward", grad, rows, full, None, r, -100, torch.tensor(4.0).double(), name=str(r))
         c("nll_loss_backward", grad, rows, some, None, r, 0, torch.tensor(2.0).double(), name=f"{r} ignored")
     c("nll_loss2d_forward", c.real(4, 4, 2, 4), c.below(4, 4, 2, 4), None, 1, -100)
-    c("nll_loss2d_backward", g, c.real(4, 4, 2, 4), c.below(4, 4, 2, 4), None, 1, -100, torch.tensor(32.0).double())
+    c(
+        "nll_loss2d_backward",
+        g,
+        c.real(4, 4, 2, 4),
+        c.below(4, 4, 2, 4),
+        None,
+        1,
+        -100,
+        torch.tensor(32.0).double(),
+    )
     for op in ("_softmax", "_log_softmax"):
         c(op, x, 1, False)
     c("_safe_softmax", x, 1)

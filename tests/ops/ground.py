@@ -60,9 +60,14 @@ class Placement:
         return Denotation(layout, frozenset(self.partial), self.op, self.scale)
 
     def __str__(self) -> str:
-        cut = [f"S{d}@{'@'.join(a)}" + (f"/{k}" if (k := dict(self.strided).get(d)) else "") for d, a in self.cuts]
+        cut = [
+            f"S{d}@{'@'.join(a)}" + (f"/{k}" if (k := dict(self.strided).get(d)) else "")
+            for d, a in self.cuts
+        ]
         scale = "".join(f"*{a}^{k}" for a, k in self.scale)
-        return " ".join(cut + ([f"P({self.op})@{','.join(self.partial)}{scale}"] if self.partial else [])) or "R"
+        return (
+            " ".join(cut + ([f"P({self.op})@{','.join(self.partial)}{scale}"] if self.partial else [])) or "R"
+        )
 
 
 def placements(t: Tensor, mesh: Mesh, *, uneven: bool = False) -> list[Placement]:
@@ -70,7 +75,7 @@ def placements(t: Tensor, mesh: Mesh, *, uneven: bool = False) -> list[Placement
     found: list[Placement] = []
     axes = list(mesh)
     for choice in product(*(_on_axis(t, a) for a in axes)):
-        for order in ([axes] if len(axes) == 1 else [axes, axes[::-1]]):
+        for order in [axes] if len(axes) == 1 else [axes, axes[::-1]]:
             p = _combined(dict(zip(axes, choice)), order)
             if p is not None and p not in found:
                 found.append(p)
@@ -111,7 +116,9 @@ def _fits(p: Placement, shape: Sequence[int], mesh: Mesh, uneven: bool) -> bool:
 def cut(t: Tensor, den: Denotation, mesh: Mesh, generator: torch.Generator) -> list[Tensor]:
     """One local tensor per rank (row-major) that `den` reads as `t`."""
     axes = [a for a in mesh if a in den.partial]
-    parts = _contributions(t / den.scale_in(mesh) if den.scale else t, prod(mesh[a] for a in axes), den.op, generator)
+    parts = _contributions(
+        t / den.scale_in(mesh) if den.scale else t, prod(mesh[a] for a in axes), den.op, generator
+    )
     out = []
     for coords in coordinates(mesh):
         which = 0
@@ -143,10 +150,15 @@ def assemble(den: Denotation, locals_: Sequence[Tensor], mesh: Mesh) -> Tensor |
     """What the ranks' values denote; None when replicas disagree or a shape does not fit."""
     opened = {d: b for d, a, b in den.layout.open if a != b}
     for d in opened:
-        if any(x.ndim != den.ndim or not x.shape[d] or not same(x, x.narrow(d, 0, 1).expand_as(x)) for x in locals_):
+        if any(
+            x.ndim != den.ndim or not x.shape[d] or not same(x, x.narrow(d, 0, 1).expand_as(x))
+            for x in locals_
+        ):
             return None
         locals_ = [x.narrow(d, 0, 1) for x in locals_]
-    layout = replace(den.layout, open=tuple((d, *((1, 1) if d in opened else (a, b))) for d, a, b in den.layout.open))
+    layout = replace(
+        den.layout, open=tuple((d, *((1, 1) if d in opened else (a, b))) for d, a, b in den.layout.open)
+    )
     axes = [a for a in mesh if a in den.partial]
     wholes: dict[tuple[int, ...], Tensor] = {}
     written: dict[tuple[int, ...], Tensor] = {}
@@ -165,7 +177,9 @@ def assemble(den: Denotation, locals_: Sequence[Tensor], mesh: Mesh) -> Tensor |
     if not all(bool(d.all()) for d in written.values()):
         return None
     stacked = torch.stack(list(wholes.values()))
-    value = REDUCE[den.op](stacked.double() if stacked.dtype == torch.bool else stacked) if axes else stacked[0]
+    value = (
+        REDUCE[den.op](stacked.double() if stacked.dtype == torch.bool else stacked) if axes else stacked[0]
+    )
     value = value * den.scale_in(mesh) if den.scale else value
     value = value.reshape(layout.ref_shape)
     return value.expand([opened.get(d, n) for d, n in enumerate(value.shape)])
