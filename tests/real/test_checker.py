@@ -15,6 +15,7 @@ def test_silent_when_right(real: Real) -> None:
     report = check_program(real.program())
     assert not report.failures
     assert not report.errors, str(report)
+    assert report.counts.get("unknown", 0) == 0, str(report)
 
 
 @pytest.mark.parametrize(("real", "removed"), REMOVED, ids=str)
@@ -23,3 +24,4 @@ def test_loud_without_a_collective(real: Real, removed: str) -> None:
     with real.removal(removed)():
         report = check_program(program)
     assert report.errors, str(report)
+    assert any(error.span for error in report.errors), str(report)
