@@ -192,7 +192,9 @@ def _reduce_scatter(comm: Comm, axes: tuple[str, ...], d: Denotation, mesh: Mapp
 def _needs_complete(kind: str, axes: tuple[str, ...], d: Denotation) -> Denotation:
     pending = d.partial & frozenset(axes)
     if pending:
-        raise RuleError("mix", f"{kind} over {_names(sorted(pending))} of a pending {d.op}", pending)
+        # the ranks' terms may still be summed afterwards, out of our sight
+        error = "mix" if kind == "broadcast" else "unsupported"
+        raise RuleError(error, f"{kind} over {_names(sorted(pending))} of a pending {d.op}", pending)
     return d.bare()
 
 

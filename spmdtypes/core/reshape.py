@@ -15,37 +15,39 @@ def reshape(x: Layout, local: Shape, ref: Shape | None, mesh: Mapping[str, int])
         raise LayoutError(f"shape {local} does not hold the {prod(x.local_shape)} local elements")
     if 0 in local:
         raise LayoutError("empty tensors", unsupported=True)
+    if ref is not None and len(ref) != len(local):
+        raise LayoutError(f"shape {local} here is {ref} in the reference: other dims")
     if local == x.local_shape and (ref is None or ref == x.ref_shape or prod(ref) != prod(x.ref_shape)):
         return x
     if ref is None or prod(ref) != prod(x.ref_shape):
         ref = infer_ref_shape(x, local, mesh)
     w = _Work.of(x)
     groups = _groups(x.local_shape, x.ref_shape, local, ref)
-    out_home: list[list[int]] = []
-    out_local: list[list[int]] = []
     opened: dict[int, tuple[int, int]] = {}
     uneven: dict[int, int] = {}
+    digits: list[tuple[list[int], list[int]]] = []
     for ins, outs in groups:
         if len(ins) == len(outs) == 1 and ins[0] in w.uneven:
             uneven[outs[0]] = w.uneven[ins[0]]
-        if (
-            ins
-            and all(d in w.open or x.local_shape[d] == x.ref_shape[d] == 1 for d in ins)
-            and set(ins) & set(w.open)
-        ):
-            for o in outs:
-                opened[o] = (local[o], ref[o])
-            out_home += [[] for _ in outs]
-            out_local += [[] for _ in outs]
-            continue
-        for d in ins:
-            _close(w, d, mesh)
-        out_local += _regroup(w, w.local, ins, [local[o] for o in outs])
-        if len(ins) == len(outs) == 1 and ins[0] in w.uneven:
-            out_home.append(list(w.home[ins[0]]))
+        loose = [d for d in ins if d in w.open]
+        if loose and all(d in w.open or x.local_shape[d] == x.ref_shape[d] == 1 for d in ins):
+            opened |= {o: (local[o], ref[o]) for o in outs}
         else:
-            out_home += _regroup(w, w.home, ins, [ref[o] for o in outs])
-    w.home, w.local, w.open, w.uneven = out_home, out_local, opened, uneven
+            for d in ins:
+                _close(w, d, mesh)
+            digits.append((ins, outs))
+    rows: list[list[int]] = [[] for _ in local]
+    for ins, outs in digits:
+        for o, row in zip(outs, _regroup(w, w.local, ins, [local[o] for o in outs])):
+            rows[o] = row
+    w.local = rows  # from here on, splitting a reference digit splits it in these rows too
+    homes: list[list[int]] = [[] for _ in local]
+    for ins, outs in digits:
+        whole = len(ins) == len(outs) == 1 and ins[0] in w.uneven
+        found = [w.home[ins[0]]] if whole else _regroup(w, w.home, ins, [ref[o] for o in outs])
+        for o, row in zip(outs, found):
+            homes[o] = row
+    w.home, w.open, w.uneven = homes, opened, uneven
     return w.freeze()
 
 

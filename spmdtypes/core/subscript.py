@@ -186,7 +186,7 @@ def _window(w: _Work, d: int, s: Window, mesh: Mapping[str, int], aligned: bool 
             return
         raise LayoutError(f"slice of dim {d}, which is cut unevenly", unsupported=True)
     elif aligned is False and _is_part(w, d, start, length, mesh):
-        _cut(w, d, start, length, mesh)
+        _part(w, d, start, length, mesh)
     elif _plain(w, d) and start.fixed and length.fixed:
         _empty(w, d)
         g = w.digit(length.local)
@@ -253,8 +253,7 @@ def _cut(w: _Work, d: int, start: Num, length: Num, mesh: Mapping[str, int]) -> 
         and start.local % length.local == 0
         and (_plain(w, d) or local[0] not in home[:1])
     ):
-        lead = w.take_lead(d, parts)
-        _pick(w, lead, Num(start.local // length.local, 0), mesh, d)
+        _part(w, d, start, length, mesh)
         return
     if _plain(w, d):
         raise LayoutError(
@@ -262,6 +261,11 @@ def _cut(w: _Work, d: int, start: Num, length: Num, mesh: Mapping[str, int]) -> 
             f"reference reads {start.ref}..{start.ref + length.ref}"
         )
     raise LayoutError(f"slice inside dim {d}, which is cut over {_axes(w, d)}")
+
+
+def _part(w: _Work, d: int, start: Num, length: Num, mesh: Mapping[str, int]) -> None:
+    lead = w.take_lead(d, _extent(w, w.local[d]) // length.local)
+    _pick(w, lead, Num(start.local // length.local, 0), mesh, d)
 
 
 def _axes(w: _Work, d: int) -> str:
