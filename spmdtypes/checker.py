@@ -12,8 +12,9 @@ from spmdtypes.borders import averaged_axes, expected_types, without_axes
 from spmdtypes.contracts import Program
 from spmdtypes.core.denotation import Denotation, RuleError
 from spmdtypes.core.infer import Inference, Oracle, infer
-from spmdtypes.diagnostics.compose import compose, place
+from spmdtypes.diagnostics.compose import compose
 from spmdtypes.diagnostics.finding import Finding, Note, Span, in_order
+from spmdtypes.diagnostics.trace import place
 from spmdtypes.differential import Border, Divergence, Experiment
 from spmdtypes.graph import Graph
 from spmdtypes.notation import Type

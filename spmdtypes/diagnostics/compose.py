@@ -7,10 +7,22 @@ from dataclasses import dataclass, field, replace
 
 from spmdtypes.borders import Mismatch, factor_number
 from spmdtypes.contracts import Program
-from spmdtypes.core.infer import Inference
+from spmdtypes.core.infer import Inference, Problem
 from spmdtypes.diagnostics.finding import Evidence, Finding, Note, Span
 from spmdtypes.diagnostics.hints import hint_for
-from spmdtypes.graph import Frame, Graph, Node, Ref
+from spmdtypes.diagnostics.trace import (
+    Step,
+    backward_call,
+    collectives_on_path,
+    meeting,
+    place,
+    placements_by_index,
+    reaches,
+    unused_collectives,
+    where_pending,
+    where_standing,
+)
+from spmdtypes.graph import Graph
 from spmdtypes.verdict import Verdict
 
 _MAX_NOTES = 10
@@ -57,7 +69,7 @@ def compose(
 
 def _key(cause: Cause, v: Verdict, graph: Graph) -> object:
     """Borders with equal keys share their cause: one place, or one omission for several gradients."""
-    if v.problem is not None:
+    if v.problem is not None and cause.code != "SPMD201":
         return (v.problem.node,)
     if v.border.startswith("grad:") or not cause.nodes:
         return (cause.code, cause.axes)
@@ -73,7 +85,7 @@ def _primary(causes: list[Cause], graph: Graph) -> list[Cause]:
     kept = []
     for c in causes:
         began = c.nodes[0][0] if c.nodes else len(graph.nodes)
-        follows = c is not lead and _reaches(graph, lead, began)
+        follows = c is not lead and reaches(graph, {n for n, _ in lead.nodes}, began)
         if c is lead or not (follows or c not in forward):
             kept.append(c)
         else:
@@ -81,43 +93,46 @@ def _primary(causes: list[Cause], graph: Graph) -> list[Cause]:
     return kept
 
 
-def _reaches(graph: Graph, lead: Cause, node: int) -> bool:
-    """Does the value at `node` depend on one where `lead` began?"""
-    targets = {n for n, _ in lead.nodes}
-    seen: set[int] = set()
-    stack = [node] if node < len(graph.nodes) else []
-    while stack:
-        n = stack.pop()
-        if n in targets:
-            return True
-        if n in seen:
-            continue
-        seen.add(n)
-        stack += [r.node for r in graph.nodes[n].refs()]
-    return not targets
-
-
 def _cause(v: Verdict, program: Program, inference: Inference, suspects: Sequence[tuple[int, str]]) -> Cause:
-    if v.problem is not None and v.problem.error.kind in _OF_PROBLEM:
-        p = v.problem
-        nodes = [(p.node, p.error.message)]
-        for ref in p.operands:
-            for axis in sorted(p.error.axes):
-                nodes += [x for x in _became(inference, ref, axis) if x not in nodes]
-        code = _OF_PROBLEM[p.error.kind]
-        if code == "SPMD501" and "same" in p.error.message:
-            code = "SPMD502"
-        return Cause(code, tuple(sorted(p.error.axes)), nodes)
+    p = v.problem
+    if p is not None and p.error.kind in _OF_PROBLEM:
+        return _problem_cause(v, p, inference)
     if v.mismatch is not None and v.ref is not None and v.mismatch.kind != "varying":
-        nodes = []
+        nodes: list[Step] = []
         for axis in v.mismatch.axes:
-            nodes += [x for x in _became(inference, v.ref, axis) if x not in nodes]
+            nodes += [x for x in where_standing(inference, v.ref, axis) if x not in nodes]
         return Cause(_mismatch_code(v, program), v.mismatch.axes, nodes or list(suspects[:3]))
-    return Cause(_tested_code(v), _tested_axes(v), list(suspects[:4]))
+    nodes = list(suspects[:3])
+    if v.ref is not None and nodes:
+        nodes += meeting(inference, nodes[0][0], v.ref) + placements_by_index(inference, nodes[0][0], v.ref)
+    return Cause(_tested_code(v), _tested_axes(v), nodes)
 
 
-def _became(inference: Inference, ref: Ref, axis: str) -> list[tuple[int, str]]:
-    return list(inference.became(ref, axis))
+def _problem_cause(v: Verdict, p: Problem, inference: Inference) -> Cause:
+    """A value without a reading: the op that has none, then where its operands became what they are."""
+    axes = tuple(sorted(p.error.axes))
+    pending = [
+        (r, a) for r in p.operands for a in axes if r in inference.values and a in inference.values[r].partial
+    ]
+    began: list[Step] = []
+    for r, a in pending:
+        began += [x for x in where_pending(inference, r, a)[:3] if x not in began]
+    if p.error.kind in ("mix", "layout") and began and inference.graph.nodes[p.node].phase == "backward":
+        # one way the gradient came lacks the reduction that the others have
+        return Cause(
+            "SPMD201", axes, [*began, (p.node, f"joins a gradient that is complete: {p.error.message}")]
+        )
+    nodes: list[Step] = [(p.node, p.error.message), *began]
+    for r in p.operands:
+        for a in axes:
+            if (r, a) not in pending:
+                nodes += [x for x in where_standing(inference, r, a, 2) if x not in nodes]
+    if v.ref is not None and p.error.kind in ("rank", "layout"):
+        nodes += meeting(inference, p.node, v.ref) + placements_by_index(inference, p.node, v.ref)
+    code = _OF_PROBLEM[p.error.kind]
+    if code == "SPMD501" and "same" in p.error.message:
+        code = "SPMD502"
+    return Cause(code, axes, nodes)
 
 
 def _mismatch_code(v: Verdict, program: Program) -> str:
@@ -155,40 +170,6 @@ def _tested_axes(v: Verdict) -> tuple[str, ...]:
     if v.problem is not None:
         return tuple(sorted(v.problem.error.axes))
     return v.mismatch.axes if v.mismatch is not None else ()
-
-
-# -- places -------------------------------------------------------------------------------------
-
-
-def place(graph: Graph, node: Node) -> tuple[Frame, ...]:
-    """User frames that say where a node comes from, innermost first: for a node of autograd's own
-    backward, those of its forward op."""
-    own = graph.frames(node)
-    if node.phase not in ("backward", "recompute"):
-        return own
-    forward: tuple[Frame, ...] = ()
-    stack = getattr(node, "forward_stack", 0)
-    if stack:
-        forward = graph.stacks[stack]
-    elif node.forward is not None:
-        forward = graph.frames(graph.nodes[node.forward])
-    inside = own[: _inside_backward(own)]
-    return inside + forward if inside else forward or own
-
-
-def _inside_backward(frames: Sequence[Frame]) -> int:
-    """How many innermost frames run within a backward function written by the user."""
-    for i, f in enumerate(frames):
-        if f.function.rpartition(".")[2] == "backward":
-            return i + 1
-    return 0
-
-
-def backward_call(graph: Graph, node: Node) -> Frame | None:
-    """Where the user started the backward pass this node belongs to."""
-    own = graph.frames(node)
-    rest = own[_inside_backward(own) :]
-    return rest[0] if node.phase in ("backward", "hook") and rest else None
 
 
 # -- findings -----------------------------------------------------------------------------------
@@ -253,7 +234,7 @@ def _distinct(notes: Iterable[Note]) -> list[Note]:
 def _context(cause: Cause, graph: Graph, lead: Verdict) -> list[Note]:
     """Collectives that bear on the cause: those whose result nobody uses, and those on the way."""
     notes = []
-    for node in _unused_collectives(graph):
+    for node in unused_collectives(graph):
         frames = graph.frames(node)
         if frames and node.comm is not None and (not cause.axes or set(node.comm.axes) & set(cause.axes)):
             over = ", ".join(node.comm.axes)
@@ -262,7 +243,7 @@ def _context(cause: Cause, graph: Graph, lead: Verdict) -> list[Note]:
             )
     if lead.ref is not None:
         border = graph.nodes[lead.ref.node]
-        for node in _collectives_on_path(graph, lead.ref, limit=3):
+        for node in collectives_on_path(graph, lead.ref, limit=3):
             frames = place(graph, node)
             if frames and node.comm is not None:
                 over = ", ".join(node.comm.axes) or "its group"
@@ -271,30 +252,6 @@ def _context(cause: Cause, graph: Graph, lead: Verdict) -> list[Note]:
         if call is not None:
             notes.append(Note(Span.of(call), "backward starts here"))
     return notes
-
-
-def _unused_collectives(graph: Graph) -> list[Node]:
-    used = {r.node for n in graph.nodes for r in n.refs()} | {r.node for r in graph.outputs.values()}
-    quiet = ("barrier", "send")
-    return [n for n in graph.nodes if n.comm is not None and n.id not in used and n.comm.kind not in quiet]
-
-
-def _collectives_on_path(graph: Graph, ref: Ref, limit: int) -> list[Node]:
-    """The last collectives a value went through, nearest first."""
-    found: list[Node] = []
-    queue, seen = [ref.node], set[int]()
-    while queue and len(found) < limit:
-        n = queue.pop(0)
-        if n in seen:
-            continue
-        seen.add(n)
-        node = graph.nodes[n]
-        if node.comm is not None:
-            found.append(node)
-            continue
-        if len(seen) < 60:
-            queue += [r.node for r in node.refs()]
-    return found
 
 
 # -- sentences ----------------------------------------------------------------------------------
@@ -319,6 +276,8 @@ def _over(axes: Sequence[str]) -> str:
 
 def _message(cause: Cause, lead: Verdict, program: Program) -> str:
     what = subject(lead.border, program)
+    if cause.code == "SPMD201":
+        return f"{what} is a partial sum over {_over(cause.axes)}: every rank holds only its own share"
     if lead.problem is not None and lead.problem.error.kind in _OF_PROBLEM:
         return f"{what} is wrong: {lead.problem.error.message}"
     if lead.mismatch is not None and lead.mismatch.kind != "varying":
