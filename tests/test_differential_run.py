@@ -231,10 +231,10 @@ def test_a_dead_rank_is_a_failure_with_what_it_printed(capfd: Any) -> None:
     assert capfd.readouterr() == ("", "")
 
 
-def test_nothing_is_left_behind() -> None:
-    before = set(os.listdir(tempfile.gettempdir()))
+def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     differential.run(program(Plain, {"dp": 2}, step=other_order, **PLAIN))
-    assert not [n for n in set(os.listdir(tempfile.gettempdir())) - before if n.startswith("ranks")]
+    assert not list(tmp_path.iterdir())
     with pytest.raises(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)
     assert torch.get_default_dtype() is torch.float32

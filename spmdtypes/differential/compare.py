@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from spmdtypes.contracts import Program
 from spmdtypes.differential.experiment import Border
-from spmdtypes.differential.layout import ShapeError, all_coords, assemble, axes_of, distance, reduce_over
+from spmdtypes.differential.layout import ShapeError, assemble, axes_of, distance, reduce_over
 from spmdtypes.differential.rank import output_type
 from spmdtypes.notation import Type
 
@@ -111,8 +112,6 @@ def merge(by_seed: Sequence[Mapping[str, Border]]) -> dict[str, Border]:
 
 
 def _agreed(worst: Border, all_: Sequence[Border]) -> Border:
-    from dataclasses import replace
-
     if worst.ratio is None:
         return worst
     same = all(b.ratio is not None and abs(b.ratio / worst.ratio - 1) < 1e-6 for b in all_)
@@ -140,6 +139,3 @@ def _ratio(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> float | N
     c = float((got * want).sum()) / norm
     fits = distance(got, c * want) <= tolerance * _magnitude(got)
     return c if fits and c != 0 else None
-
-
-__all__ = ["after_wrapper", "all_coords", "border_type", "compare_seed", "finite", "merge"]

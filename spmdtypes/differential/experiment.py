@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from spmdtypes.differential.oracle import Oracle
 
 Coords = Mapping[str, int]
+Place = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,8 @@ class Divergence:
     """Two ranks of one group that do not issue the same collective next. `None`: nothing more.
 
     `reason`: "kind", "shape", "dtype", "reduce_op", "root", "splits", "missing", "deadlock".
+    Both ranks went the same way up to `last`, then to `parted`: places (file, line) of ops, looked for
+    since the last collective that did meet, or else from the start; None: nothing noted, no further op.
     """
 
     reason: str
@@ -66,6 +69,8 @@ class Divergence:
     calls: tuple[Call | None, Call | None]
     coords: tuple[Coords, Coords] = ({}, {})
     seed: int = 0
+    last: Place | None = None
+    parted: tuple[Place | None, Place | None] = (None, None)
 
     def __str__(self) -> str:
         a, b = (str(c) if c else "nothing more" for c in self.calls)
@@ -150,6 +155,7 @@ class Experiment:
     seconds: float = 0.0
     tolerance: float = 1e-6
     grads: dict[str, str] = field(default_factory=dict)  # what the outer wrapper does to gradients
+    averaged: frozenset[str] = frozenset()  # axes over which the declared loss is a mean
     _oracle: Oracle | None = field(default=None, repr=False)
 
     @property

@@ -21,13 +21,15 @@ _LIBRARIES = tuple(
         *{sysconfig.get_paths()[k] for k in ("stdlib", "platstdlib")},
     )
 )
+_RUNNER = os.path.join(os.path.dirname(__file__), "rank.py")  # who calls it is not the program
 Spot = tuple[CodeType, int]
+Places = tuple[tuple[str, int], ...]  # (file, line)
 
 
 @functools.cache
 def is_library(code: CodeType) -> bool:
     name = code.co_filename
-    if name.startswith("<"):
+    if name.startswith("<") or os.path.basename(name) == "typing_extensions.py":
         return True
     path = os.path.realpath(name)
     return path.startswith(_LIBRARIES) and "site-packages" not in path.removeprefix(_LIBRARIES[0])
@@ -38,6 +40,8 @@ def here(limit: int = 12) -> tuple[Spot, ...]:
     frame: FrameType | None = sys._getframe(1)
     spots: list[Spot] = []
     while frame is not None and len(spots) < limit:
+        if frame.f_code.co_filename == _RUNNER:
+            break
         if not is_library(frame.f_code):
             spots.append((frame.f_code, frame.f_lasti))
         frame = frame.f_back
@@ -65,6 +69,28 @@ def from_engine() -> bool:
             return False
         frame = frame.f_back
     return False
+
+
+class Trail:
+    """The places ops came from, in order, repeats left out; taken out piece by piece."""
+
+    def __init__(self) -> None:
+        self.places: list[tuple[str, int]] = []
+
+    def step(self, spot: Spot) -> None:
+        place = (spot[0].co_filename, line_of(spot))
+        if not self.places or self.places[-1] != place:
+            self.places.append(place)
+
+    def take(self) -> Places:
+        taken = tuple(self.places)
+        self.places.clear()
+        return taken
+
+
+@functools.cache
+def line_of(spot: Spot) -> int:
+    return resolve(spot).line
 
 
 def resolve_all(spots: tuple[Spot, ...]) -> tuple[Frame, ...]:

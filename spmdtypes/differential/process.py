@@ -17,12 +17,12 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, BinaryIO
 
 from spmdtypes.differential import wire
-from spmdtypes.differential.experiment import Call, Divergence, Failure
+from spmdtypes.differential.experiment import Divergence, Failure
 from spmdtypes.differential.layout import all_coords
 from spmdtypes.differential.rank import Job, Outcome, join, run_seed
 from spmdtypes.differential.rendezvous import Rendezvous
@@ -147,6 +147,7 @@ def _fork(job: Job, rank: int, store: str, timeout: float, earlier: list[_Rank])
         for other in earlier:  # else this rank would keep the others' control pipes open
             os.close(other.reports)
             os.close(other.control)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         os.dup2(printed.fileno(), 1)
         os.dup2(printed.fileno(), 2)
         _Child(job, rank, store, timeout, report_write, control_read, results).run()
@@ -171,7 +172,7 @@ class _Child:
         threading.Thread(target=self._listen, daemon=True).start()
         mesh = join(self.rank, self.job.mesh, self.store, self.timeout + 60)
         for index in range(len(self.job.seeds)):
-            outcome = run_seed(self.job, mesh, self.rank, index, lambda call: self.send("call", call))
+            outcome = run_seed(self.job, mesh, self.rank, index, lambda *call: self.send("call", call))
             data = wire.dump(outcome)
             offset = self.results.seek(0, io.SEEK_END)
             self.results.write(data)
@@ -221,8 +222,13 @@ class _Supervisor:
                         break
                 self._watch_the_clock(bool(ready))
         return Execution(
-            [r.outcomes for r in self.ranks], self.divergence, tuple(self.failures), tuple(self.crossed)
+            [r.outcomes for r in self.ranks], self.divergence, self._causes(), tuple(self.crossed)
         )
+
+    def _causes(self) -> tuple[Failure, ...]:
+        """The failures, without broken connections of ranks that were waiting for one that died."""
+        dead = {f.rank for f in self.failures if f.error == "Died"}
+        return tuple(f for f in self.failures if f.rank in dead or not self.meeting.waits_for(f.rank, dead))
 
     def _over(self) -> bool:
         if self.divergence:
@@ -246,7 +252,7 @@ class _Supervisor:
         for what, body in rank.messages():
             found: Divergence | None = None
             if what == "call":
-                found = self.meeting.issue(rank.number, body)
+                found = self.meeting.issue(rank.number, *body)
             else:
                 offset, size, failed = body
                 outcome = rank.fetch(offset, size)
@@ -254,7 +260,7 @@ class _Supervisor:
                     self.failures.append(replace(outcome.failure, output=rank.tail()))
                     self.meeting.fail(rank.number)
                 else:
-                    found = self.meeting.finish(rank.number)
+                    found = self.meeting.finish(rank.number, outcome.trail)
             if found and not self.failures:
                 self.divergence = self._placed(found)
                 return
@@ -300,6 +306,3 @@ class _Supervisor:
             if r.number not in self.meeting.finished | self.meeting.failed:
                 self.failures.append(Failure(r.number, "run", "TimeoutError", why, (), self._seed, r.tail()))
                 self.meeting.fail(r.number)
-
-
-Report = Callable[[Call], None]

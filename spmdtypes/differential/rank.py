@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from spmdtypes.capture import comms
@@ -61,6 +63,10 @@ class Outcome:
     graph: Graph | None = None
     values: dict[Ref, torch.Tensor] = field(default_factory=dict)
     program: int = 0
+    trail: frames.Places = ()  # places passed after the last collective
+
+
+Report = Callable[[Call, frames.Places], None]
 
 
 class Misfit(Exception):
@@ -72,7 +78,7 @@ def join(rank: int, sizes: Mapping[str, int], store: str, timeout: float) -> Dev
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
-    os.environ.update(GLOO_SOCKET_IFNAME=os.environ.get("GLOO_SOCKET_IFNAME", "lo"))
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     if dist.is_initialized():
         dist.destroy_process_group()
     world = 1
@@ -80,7 +86,7 @@ def join(rank: int, sizes: Mapping[str, int], store: str, timeout: float) -> Dev
         world *= n
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(store, world),
+        store=FileStore(store, world),
         rank=rank,
         world_size=world,
         timeout=timedelta(seconds=timeout),
@@ -88,7 +94,7 @@ def join(rank: int, sizes: Mapping[str, int], store: str, timeout: float) -> Dev
     return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
-def run_seed(job: Job, mesh: DeviceMesh, rank: int, index: int, report: Callable[[Call], None]) -> Outcome:
+def run_seed(job: Job, mesh: DeviceMesh, rank: int, index: int, report: Report) -> Outcome:
     """Build, load, run once. An exception of the program becomes the outcome's failure."""
     seed = job.seeds[index]
     by_seed = job.draws.get(seed)
@@ -105,7 +111,7 @@ def run_seed(job: Job, mesh: DeviceMesh, rank: int, index: int, report: Callable
     except Exception as e:
         where = frames.of_traceback(e.__traceback__)
         out.failure = Failure(rank, run.stage, type(e).__name__, str(e), where, seed)
-    out.noted, out.eps = watch.noted, watch.eps
+    out.noted, out.eps, out.trail = watch.noted, watch.eps, watch.trail.take()
     return out
 
 
@@ -139,7 +145,7 @@ class _Run:
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"the constructor returned {type(module).__name__}, not a module")
         self.stage = "load"
-        with pause():
+        with pause(), self.watch.pause():
             self.params |= load_parameters(job, module, self.seed, how, self.coords, self.out)
             _mark_initial(self.watch, module, self.params)
             self.inputs |= local_inputs(job, module, self.seed, how, self.coords)
@@ -329,9 +335,9 @@ def _cotangent(
         shape = tuple(d.size for d in type_.dims if isinstance(d.size, int))
         whole = values.cotangent(name, shape, seed)[block(type_, coords, mesh)]
     whole = whole.to(value.dtype)
-    if hasattr(value, "placements"):
-        from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor
 
+    if isinstance(value, DTensor):
         return DTensor.from_local(whole, value.device_mesh, value.placements, run_check=False)
     return whole
 

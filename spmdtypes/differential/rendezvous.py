@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import replace
 
-from spmdtypes.differential.experiment import Call, Divergence
+from spmdtypes.differential.experiment import Call, Divergence, Place
 
 
 class Rendezvous:
@@ -24,8 +25,19 @@ class Rendezvous:
         self.finished: set[int] = set()
         self.failed: set[int] = set()
         self.crossed: list[Divergence] = []
+        self.trails: dict[int, list[Place]] = defaultdict(list)
+        self.marks: dict[tuple[bool, tuple[int, ...]], dict[int, list[int]]] = defaultdict(
+            lambda: defaultdict(list)
+        )
 
-    def issue(self, rank: int, call: Call) -> Divergence | None:
+    def issue(self, rank: int, call: Call, trail: Sequence[Place] = ()) -> Divergence | None:
+        """`trail`: the places the rank passed since its collective before."""
+        self.trails[rank] += trail
+        self.marks[_queue(call)][rank].append(len(self.trails[rank]))
+        found = self._issue(rank, call)
+        return found and self._parting(found)
+
+    def _issue(self, rank: int, call: Call) -> Divergence | None:
         queues = self.calls[_queue(call)]
         queue = queues[rank]
         index = len(queue)
@@ -44,7 +56,12 @@ class Rendezvous:
                 return Divergence("missing", (rank, other), (call, None))
         return self.deadlock()
 
-    def finish(self, rank: int) -> Divergence | None:
+    def finish(self, rank: int, trail: Sequence[Place] = ()) -> Divergence | None:
+        self.trails[rank] += trail
+        found = self._finish(rank)
+        return found and self._parting(found)
+
+    def _finish(self, rank: int) -> Divergence | None:
         self.finished.add(rank)
         for (_, group), queues in self.calls.items():
             if rank not in group:
@@ -54,6 +71,23 @@ class Rendezvous:
                 if other != rank and len(queues[other]) > mine:
                     return Divergence("missing", (other, rank), (queues[other][mine], None))
         return self.deadlock()
+
+    def _parting(self, d: Divergence) -> Divergence:
+        """Where the two ranks went different ways since they last met, or else before."""
+        a, b = d.ranks
+        call = d.calls[0]
+        assert call is not None
+        marks = self.marks[_queue(call)]
+        met = min(len(marks[a]), len(marks[b])) - (2 if d.calls[1] and d.reason != "deadlock" else 1)
+        for start in (met, -1):
+            mine, theirs = (self.trails[r][marks[r][start] if start >= 0 else 0 :] for r in (a, b))
+            same = 0
+            while same < min(len(mine), len(theirs)) and mine[same] == theirs[same]:
+                same += 1
+            if same < len(mine) or same < len(theirs):
+                break
+        parted = (next(iter(mine[same:]), None), next(iter(theirs[same:]), None))
+        return replace(d, last=mine[same - 1] if same else None, parted=parted)
 
     def fail(self, rank: int) -> None:
         self.failed.add(rank)
@@ -66,11 +100,15 @@ class Rendezvous:
         return call if call.blocking and self._missing(call, index) else None
 
     def blocked(self, rank: int) -> bool:
-        """Held up by a rank that has failed; its non-blocking calls count as well."""
+        """Held up by a rank that has failed."""
+        return self.waits_for(rank, self.failed)
+
+    def waits_for(self, rank: int, others: Set[int]) -> bool:
+        """Did its last call, blocking or not, need one of these, who have not come?"""
         if rank not in self.last:
             return False
         call, index = self.last[rank]
-        return any(m in self.failed for m in self._missing(call, index))
+        return any(m in others for m in self._missing(call, index))
 
     def deadlock(self) -> Divergence | None:
         """Every running rank waits for another that waits."""

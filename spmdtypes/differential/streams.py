@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,46 +24,77 @@ Key = tuple[Any, ...]
 Substitution = dict[int, torch.Tensor]  # number of a rank's draw -> values
 
 
+@dataclass
+class Plan:
+    """Per rank, and per rank of the reference, the draws to replace; and an account of every draw."""
+
+    ranks: list[Substitution]
+    reference: list[Substitution]
+    draws: list[Draw]
+
+
 def plan(
     ranks: Sequence[Sequence[Noted]],
     reference: Sequence[Sequence[Noted]],
     mesh: Mapping[str, int],
     reference_mesh: Mapping[str, int],
-) -> tuple[list[Substitution], list[Draw]]:
-    """Per rank the draws to replace, and an account of every draw of the program."""
-    substitutions: list[Substitution] = [{} for _ in ranks]
-    draws: list[Draw] = []
+) -> Plan:
+    """What to replace so that a right program's ranks and reference draw the same.
+
+    Numbers for a cut dim are made constant along it: then it does not matter which rank has which part.
+    """
+    out = Plan([{} for _ in ranks], [{} for _ in reference], [])
     keyed = [_by_place(r) for r in ranks]
     theirs = [_by_place(r) for r in reference]
-    free = tuple(a for a in mesh if reference_mesh[a] == 1 and mesh[a] > 1)
     coords = all_coords(mesh)
+    free = tuple(a for a in mesh if reference_mesh[a] == 1 and mesh[a] > 1)
     for key in dict.fromkeys(k for r in keyed for k in r):
-        if any(key not in r for r in keyed) or any(key not in r for r in theirs):
+        if any(key not in r for r in (*keyed, *theirs)):
             continue
-        indices = [r[key] for r in keyed]
-        noted = [ranks[i][n] for i, n in enumerate(indices)]
+        noted = [ranks[i][r[key]] for i, r in enumerate(keyed)]
         wanted = [reference[i][r[key]] for i, r in enumerate(theirs)]
         differing = tuple(a for a in free if _streams_differ(noted, coords, a))
         cut = _cut(noted[0].shape, wanted[0].shape, differing, mesh)
         treatment = "own" if cut is None else "block" if differing else "same"
-        draws.append(
-            Draw(noted[0].op, noted[0].shape, wanted[0].shape, differing, treatment,
-                 noted[0].frames, differing if cut else ())
-        )  # fmt: skip
+        first = noted[0]
+        out.draws.append(
+            Draw(
+                first.op,
+                first.shape,
+                wanted[0].shape,
+                differing,
+                treatment,
+                first.frames,
+                differing if cut else (),
+            )
+        )
         if cut is None:
             continue
+        sources = [_constant_along(w.value, cut) for w in wanted]
+        for i, source in enumerate(sources):
+            if source is not None and any(cut):
+                out.reference[i][theirs[i][key]] = source
         for r, c in enumerate(coords):
-            source = wanted[_reference_rank(c, reference_mesh)].value
-            if (
-                source is None
-                or source.dtype != (noted[r].value if noted[r].value is not None else source).dtype
-            ):
+            source, own = sources[_reference_rank(c, reference_mesh)], noted[r].value
+            if source is None or own is None or source.dtype != own.dtype:
                 continue
-            where = tuple(slice(*span(n, axes, c, mesh)) for n, axes in zip(source.shape, cut))
-            part = source[where]
-            if tuple(part.shape) == noted[r].shape:
-                substitutions[r][indices[r]] = part.clone()
-    return substitutions, draws
+            part = source[tuple(slice(*span(n, axes, c, mesh)) for n, axes in zip(source.shape, cut))]
+            if part.shape == own.shape:
+                out.ranks[r][keyed[r][key]] = part.clone()
+    return out
+
+
+def _constant_along(x: torch.Tensor | None, cut: Sequence[Sequence[str]]) -> torch.Tensor | None:
+    """Along every cut dim the number at position 0; a tensor cut in all its dims keeps its largest."""
+    if x is None or x.numel() == 0 or not any(cut):
+        return x
+    if all(cut):
+        return x.max().expand(x.shape).clone()
+    thin = x
+    for d, axes in enumerate(cut):
+        if axes:
+            thin = thin.narrow(d, 0, 1)
+    return thin.expand(x.shape).clone()
 
 
 def changes_anything(ranks: Sequence[Sequence[Noted]], substitutions: Sequence[Substitution]) -> bool:

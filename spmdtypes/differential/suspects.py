@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from spmdtypes.core.denotation import Denotation, RuleError, show_scale
+from spmdtypes.core.denotation import Denotation, RuleError
 from spmdtypes.differential.experiment import Experiment
 from spmdtypes.differential.layout import axes_of, global_shape
 from spmdtypes.differential.oracle import Oracle
@@ -50,9 +52,7 @@ def _expected(experiment: Experiment, border: str, mesh: dict[str, int]) -> Deno
 Sentence = Callable[[Ref, Oracle], str]
 
 
-def _trouble(
-    oracle: Oracle, readings: object, expected: Denotation | None
-) -> tuple[Bad, Sentence]:
+def _trouble(oracle: Oracle, readings: object, expected: Denotation | None) -> tuple[Bad, Sentence]:
     """Which property of the border's value is wrong, and how to say where it begins."""
     found = list(readings) if isinstance(readings, (list, tuple)) else []
     if not found:
@@ -60,14 +60,12 @@ def _trouble(
     den = found[0]
     extra = den.partial - (expected.partial if expected else frozenset())
     if extra:
-        return _pending(oracle, extra), lambda ref, _: (
-            f"becomes a pending {den.op} over {', '.join(sorted(extra))} here"
-        )
+        return _pending(
+            oracle, extra
+        ), lambda ref, _: f"becomes a pending {den.op} over {', '.join(sorted(extra))} here"
     factor = den.scale_in(oracle.mesh) / (expected.scale_in(oracle.mesh) if expected else 1.0)
     if abs(factor - 1) > 1e-9:
-        return _scaled(oracle), lambda ref, o: (
-            f"is off by the factor {show_scale(_first(o, ref).scale)} from here on"
-        )
+        return _scaled(oracle), lambda ref, o: f"is off by the factor {_factor(o, ref):g} from here on"
     cut = den.layout.axes ^ (expected.layout.axes if expected else frozenset())
     if cut:
         return _cut(oracle, cut), lambda ref, o: f"is laid out as {_first(o, ref)} from here on"
@@ -113,9 +111,33 @@ def _scaled(oracle: Oracle) -> Bad:
         readings = oracle.readings(ref)
         if readings is None:
             return None
-        return bool(readings) and abs(readings[0].scale_in(oracle.mesh) - 1) > 1e-9
+        return bool(readings) and abs(_factor(oracle, ref) - 1) > 1e-9
 
     return bad
+
+
+def _factor(oracle: Oracle, ref: Ref) -> float:
+    """By how much the local value is too large. Under a loss that ranks average, the cotangents of what
+    differs between the ranks are n times the reference's, and so they should be."""
+    den = _first(oracle, ref)
+    found = 1 / den.scale_in(oracle.mesh)
+    axes = [a for a in sorted(den.layout.axes | den.partial) if oracle.mesh[a] > 1]
+    averaged = oracle.experiment.averaged
+    certain = math.prod(oracle.mesh[a] for a in axes if a in averaged)
+    if averaged or not _in_backward(oracle, ref):
+        return found / (certain if _in_backward(oracle, ref) else 1)
+    possible = {
+        math.prod(oracle.mesh[a] for a in some)
+        for k in range(len(axes) + 1)
+        for some in itertools.combinations(axes, k)
+    }
+    return 1.0 if any(abs(found / p - 1) < 1e-9 for p in possible) else found
+
+
+def _in_backward(oracle: Oracle, ref: Ref) -> bool:
+    graph = oracle.experiment.ranks[0].graph
+    assert graph is not None
+    return graph.nodes[ref.node].phase not in ("forward", "recompute")
 
 
 def _cut(oracle: Oracle, axes: frozenset[str]) -> Bad:
@@ -134,7 +156,7 @@ def _origins(nodes: list[Node], start: Ref, bad: Bad) -> list[Ref]:
     while stack:
         ref = stack.pop()
         behind = _bad_behind(nodes, ref, bad)
-        if bad(ref) and not behind:
+        if (ref == start or bad(ref)) and not behind:
             origins.append(ref)
         for b in behind:
             if b not in seen:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,21 +87,33 @@ class Noted:
     initial: bool = False  # of a parameter's initial value that a loaded value has replaced
 
 
-class Watch(TorchDispatchMode):
-    """`report` is called with each `Call` before the collective is issued. `draws[k]` replaces the
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """`report` is called with each `Call`, and the places passed since the one before, before the
+    collective is issued. `draws[k]` replaces the
     k-th random draw (None: keep the rank's own); every draw is noted in `noted`."""
 
     def __init__(
         self,
         mesh: Mapping[str, int],
-        report: Callable[[Call], None],
+        report: Callable[[Call, frames.Places], None],
         draws: Mapping[int, torch.Tensor] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.mesh, self.report, self.draws = mesh, report, draws or {}
         self.noted: list[Noted] = []
         self.eps = 0.0
+        self.trail = frames.Trail()
+        self.paused = False
         self._made_by: dict[int, tuple[frames.Spot, ...]] = {}
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Ops in here are not the program's."""
+        self.paused = True
+        try:
+            yield
+        finally:
+            self.paused = False
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -112,9 +125,12 @@ class Watch(TorchDispatchMode):
         if any(is_wrapper(t) for t in types):
             return NotImplemented
         kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
         kind = kind_of(func)
         if kind is not None:
-            self.report(self._call(kind, named_args(func, args, kwargs)))
+            call = self._call(kind, named_args(func, args, kwargs))
+            self.report(call, self.trail.take())
         elif is_random(func):
             return self._draw(func, args, kwargs)
         out = func(*args, **kwargs)
@@ -128,12 +144,20 @@ class Watch(TorchDispatchMode):
             first = next((t for t in out if isinstance(t, torch.Tensor)), None)
         if first is not None and first.dtype in _EPS and first.numel() > 0:
             self.eps = max(self.eps, _EPS[first.dtype])
-        if torch._C._current_autograd_node() is None and torch.is_grad_enabled():
-            self._made_by[torch.autograd._get_sequence_nr() - 1] = frames.here()
+        spots = frames.here()
+        if spots:
+            self.trail.step(spots[0])
+        if torch._C._current_autograd_node() is None:
+            newest = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
+            if torch.is_grad_enabled():
+                self._made_by[newest] = spots
+            else:  # perhaps inside an autograd Function written in C++, whose node comes before or after
+                self._made_by.setdefault(newest, spots)
+                self._made_by[newest + 1] = spots
 
     def spots(self) -> tuple[frames.Spot, ...]:
         """The user's frames now; for an op of a backward written in C++, those of its forward."""
-        node = torch._C._current_autograd_node()
+        node: Any = torch._C._current_autograd_node()
         if node is not None and frames.from_engine():
             return self._made_by.get(node._sequence_nr(), frames.here())
         return frames.here()
@@ -202,9 +226,9 @@ def _rescale(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: A
 def _group(named: Mapping[str, Any]) -> tuple[int, ...]:
     group: Any = named.get("process_group", named.get("group_name"))
     if isinstance(group, str):
-        group = torch._C._distributed_c10d._resolve_process_group(group)  # type: ignore[attr-defined]
+        group = torch._C._distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
     elif isinstance(group, torch.ScriptObject):
-        group = dist.ProcessGroup.unbox(group)  # type: ignore[attr-defined]
+        group = dist.ProcessGroup.unbox(group)
     return tuple(dist.get_process_group_ranks(group))
 
 
