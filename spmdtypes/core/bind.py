@@ -145,7 +145,7 @@ def bind(spec: OpSpec, operands: Sequence[Denotation], env: Env, outs: Sequence[
                 _bind_read(load.operand, load.index, operands, env)
     for operand, subs in spec.uses:
         if any(v in env.of or v in wanted for v in subs if isinstance(v, Var)):
-            _bind_read(operand, subs, operands, env)
+            _bind_shape(operand, subs, operands, env)
     for v, size in spec.sizes.items():
         _bind_size(v, size, env)
     for a, b in spec.same:
@@ -163,6 +163,16 @@ def _bind_read(operand: int, subs: Sequence[Any], operands: Sequence[Denotation]
         raise RuleError("unsupported" if e.unsupported else "layout", str(e), axes, (operand,)) from None
     dims = [d for d, s in enumerate(subs) if isinstance(s, (Var, Window))]
     env.put(vars, layout, operand, dims)
+
+
+def _bind_shape(operand: int, subs: Sequence[Any], operands: Sequence[Denotation], env: Env) -> None:
+    """As `_bind_read` for an operand whose elements are not read: where its sizes are those of
+    variables that have a layout already, it may be cut in any way."""
+    have = operands[operand].layout if operand < len(operands) else None
+    if have is not None and all(isinstance(s, Var) and s in env.of and not env.is_open(s) for s in subs):
+        if [env.sizes(s) for s in subs] == list(zip(have.local_shape, have.ref_shape)):
+            return
+    _bind_read(operand, subs, operands, env)
 
 
 def as_variable(sub: Any, operands: Sequence[Denotation]) -> Var | None:

@@ -178,6 +178,10 @@ class _Case:
         run = _Run(self, env)
         a = run.value(out.value)
         layout = self._assemble(out, run)
+        if a.fault is None and a.partial & layout.axes:
+            both = a.partial & layout.axes
+            text = f"pending {a.op} over {_names(both)} of a value laid out over the same axis"
+            a = replace(a, fault=RuleError("axis", text, both))
         names = {v: d for d, v in enumerate(out.vars) if isinstance(v, Var)} | {ONE: ONE}
         value = a.value.mapped(ranks.renamer(names)) if a.value else None
         guard = a.guard.mapped(ranks.renamer(names)) if a.guard else None

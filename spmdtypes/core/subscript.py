@@ -234,6 +234,8 @@ def _cut(w: _Work, d: int, start: Num, length: Num, mesh: Mapping[str, int]) -> 
     home, local = w.home[d], w.local[d]
     if not local:
         raise LayoutError(f"slice of dim {d}, of which every rank holds one position")
+    if not length.local:
+        raise LayoutError(f"an empty slice of dim {d}")
     whole_ref = start.ref in (0, None) and length.ref in (None, _extent(w, home))
     if start.steps:
         parts, exact = divmod(_extent(w, local), length.local)

@@ -45,7 +45,7 @@ def _mish_slope(x: Expr) -> Expr:
 
 
 def _leaky(x: Expr, slope: Any = 0.01) -> Expr:
-    return fn("where", fn("gt", x, 0), x, x * slope)
+    return fn("max" if 0 <= slope <= 1 else "min", x, x * slope) if slope >= 0 else fn("opaque", x)
 
 
 def _elu(x: Expr, alpha: Any = 1, scale: Any = 1, input_scale: Any = 1) -> Expr:
@@ -105,7 +105,6 @@ _backward("hardsigmoid_backward", lambda x: _between(x, -3, 3) / 6)
 _backward("hardswish_backward", lambda x: fn("where", _between(x, -3, 3), x / 3 + 0.5, fn("ge", x, 3)))
 _backward("hardtanh_backward", _between)
 _backward("softshrink_backward hardshrink_backward", lambda x, lambd: _outside(x, -lambd, lambd))
-_backward("log_sigmoid_backward", lambda x, buffer: fn("sigmoid", -x))
 
 
 @op("elu_backward")
@@ -117,9 +116,20 @@ def elu_backward(
 
 @op("log_sigmoid_forward")
 def log_sigmoid(x: Operand) -> OpSpec:
-    """The second output is a buffer the backward need not read."""
+    """The second output is the buffer exp(-|x|), which some devices leave empty."""
     vars = tuple(names(x.ndim))
-    return OpSpec.of(Out(vars, -fn("softplus", -x[vars])), Out(vars, fn("opaque", x[vars])))
+    return OpSpec.of(Out(vars, -fn("softplus", -x[vars])), Out(vars, fn("exp", -fn("abs", x[vars]))))
+
+
+@op("log_sigmoid_backward")
+def log_sigmoid_backward(grad: Operand, x: Operand, buffer: Operand) -> OpSpec:
+    if buffer.ref_shape != x.ref_shape:
+        return elementwise(lambda g, a: g * fn("sigmoid", -a), grad, x)
+
+    def slope(g: Expr, a: Expr, b: Expr) -> Expr:
+        return g * (fn("lt", a, 0) - fn("where", fn("lt", a, 0), 1, -1) * b / (b + 1))
+
+    return elementwise(slope, grad, x, buffer)
 
 
 @op("prelu _prelu_kernel")
@@ -131,7 +141,8 @@ def prelu(x: Operand, weight: Operand) -> OpSpec:
 def prelu_backward(grad: Operand, x: Operand, weight: Operand) -> OpSpec:
     gx = elementwise(lambda g, a, w: g * fn("where", fn("gt", a, 0), 1, w), grad, x, weight)
     gw = elementwise(lambda g, a: g * fn("min", a, 0), grad, x)
-    return OpSpec.of(gx.outs[0], gw.outs[0])
+    (shape,) = elementwise(lambda w: w, weight).outs
+    return OpSpec.of(gx.outs[0], gw.outs[0], uses=(shaped_like(weight, shape.vars),))
 
 
 def _halves(x: Operand, dim: int) -> tuple[list[Any], int, Expr, Expr]:

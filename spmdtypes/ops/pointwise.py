@@ -105,7 +105,12 @@ def rsub(x: Any, y: Any, alpha: Any = 1) -> OpSpec:
 def mul(x: Any, y: Any) -> OpSpec:
     if is_bool(x) and is_bool(y):
         return elementwise(lambda a, b: fn("and", a, b), x, y)
-    return elementwise(lambda a, b: a * b, x, y)
+    return elementwise(lambda a, b: _counted(x, a) * _counted(y, b), x, y)
+
+
+def _counted(x: Any, value: Expr) -> Expr:
+    """A truth value as the number 0 or 1."""
+    return fn("ne", value, 0) if is_bool(x) else value
 
 
 @op("div.Tensor div.Scalar true_divide.Tensor")
@@ -193,7 +198,9 @@ def addcdiv(x: Operand, a: Operand, b: Operand, value: Any = 1) -> OpSpec:
 
 @op("lerp.Scalar lerp.Tensor")
 def lerp(x: Operand, end: Operand, weight: Any) -> OpSpec:
-    return elementwise(lambda a, b, w: a + w * (b - a), x, end, weight)
+    if isinstance(weight, (int, float)):
+        return elementwise(lambda a, b: a * (1 - weight) + b * weight, x, end)
+    return elementwise(lambda a, b, w: a * (1 - w) + b * w, x, end, weight)
 
 
 @op("polar")

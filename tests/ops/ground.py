@@ -146,8 +146,13 @@ def _contributions(t: Tensor, n: int, op: str, generator: torch.Generator) -> li
     return [torch.where(owner == r, t, t + sign * noise().abs()) for r in range(n)]
 
 
-def assemble(den: Denotation, locals_: Sequence[Tensor], mesh: Mesh) -> Tensor | None:
-    """What the ranks' values denote; None when replicas disagree or a shape does not fit."""
+def assemble(
+    den: Denotation, locals_: Sequence[Tensor], mesh: Mesh, reference: Tensor | None = None
+) -> Tensor | None:
+    """What the ranks' values denote; None when replicas disagree or a shape does not fit.
+
+    Positions that no rank holds (a piece of the reference) are taken from `reference`.
+    """
     opened = {d: b for d, a, b in den.layout.open if a != b}
     for d in opened:
         if any(
@@ -174,8 +179,15 @@ def assemble(den: Denotation, locals_: Sequence[Tensor], mesh: Mesh) -> Tensor |
         if not same(whole[index][again], flat[again]):
             return None
         whole[index], done[index] = flat, True
-    if not all(bool(d.all()) for d in written.values()):
+    if not layout.fixed and not all(bool(d.all()) for d in written.values()):
         return None
+    if layout.fixed and reference is not None:
+        held = torch.stack(list(written.values())).all(0)
+        return (
+            None
+            if axes
+            else torch.where(held, stacked_first(wholes), reference.reshape(-1)).reshape(reference.shape)
+        )
     stacked = torch.stack(list(wholes.values()))
     value = (
         REDUCE[den.op](stacked.double() if stacked.dtype == torch.bool else stacked) if axes else stacked[0]
@@ -183,6 +195,10 @@ def assemble(den: Denotation, locals_: Sequence[Tensor], mesh: Mesh) -> Tensor |
     value = value * den.scale_in(mesh) if den.scale else value
     value = value.reshape(layout.ref_shape)
     return value.expand([opened.get(d, n) for d, n in enumerate(value.shape)])
+
+
+def stacked_first(wholes: Mapping[tuple[int, ...], Tensor]) -> Tensor:
+    return next(iter(wholes.values()))
 
 
 def same(a: Tensor, b: Tensor) -> bool:
