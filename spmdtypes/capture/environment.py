@@ -104,6 +104,7 @@ def environment(world_size: int, rank: int, fake: bool = True) -> Iterator[None]
         if fake:
             _patch_groups(patches)
         _patch_mesh(patches)
+        _patch_compile(patches, stack)
         _patch_cuda(patches, rank)
         stack.enter_context(_CudaIsCpu())
         yield
@@ -178,6 +179,19 @@ def _mesh_on_cpu(init: Any) -> Any:
             return init("cpu", *args, **kwargs)
 
     return init_device_mesh
+
+
+def _patch_compile(patches: Patches, stack: contextlib.ExitStack) -> None:
+    """Compiled code computes what eager code computes, and only the latter can be watched."""
+
+    @functools.wraps(torch.compile)
+    def compile(model: Any = None, **kwargs: Any) -> Any:
+        return model if model is not None else lambda f: f
+
+    patches.set(torch, "compile", compile)
+    patches.set(torch.nn.Module, "compile", lambda self, *args, **kwargs: None)
+    if "torch._dynamo" in sys.modules:
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
 
 
 # ---- the accelerator is the CPU

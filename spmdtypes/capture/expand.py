@@ -80,7 +80,8 @@ def _overload(base: str, args: tuple[Any, ...]) -> str:
         return _OVERLOADS.get((base, "scalar"), f"{base}.default") if base == "norm" else f"{base}.default"
     if not isinstance(args[0], Ref):
         return f"{base}.Scalar"
-    kind = "list" if isinstance(args[1], Ref) else "scalar"
+    decisive = args[2] if base == "lerp" else args[1]
+    kind = "list" if isinstance(decisive, Ref) else "scalar"
     return _OVERLOADS.get((base, kind)) or (f"{base}.Tensor" if kind == "list" else f"{base}.Scalar")
 
 

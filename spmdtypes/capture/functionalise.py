@@ -225,24 +225,29 @@ class _Functionaliser:
         return self.meta(o.shape, o.dtype) if type(o) is View else o
 
     def _view(self, raw: Raw, parent: View) -> None:
-        """An op whose results share the memory of its operand."""
-        operand = self.resolve(parent)
+        """An op whose results share the memory of its operand. A view of memory that was written
+        in pieces is not taken before somebody reads it: the pieces may be all that is wanted."""
+        if not self.memory.knows(parent):
+            self.resolve(parent)
+        operand = self.memory.current(parent)
         rest = tuple([self.resolve(a) for a in raw.args[1:]])
-        live = [(i, o) for i, o in enumerate(raw.outs) if type(o) is View]
-        for i, o in live:
+        for i, o in enumerate(raw.outs):
+            if type(o) is not View:
+                continue
             s = step(raw.op, rest, raw.kwargs, i, parent, o)
-            if s is None:
-                ref = self.memory.read(o)
-            elif o == parent:
-                # kept, so that a slice of everything on one mesh meets a slice of a part on another
-                ref = self.emit_plain(s.op, (operand, *s.args), dict(s.kwargs), o.shape, o.dtype)
-                self.memory.renew(o, ref)
-            elif self.memory.above(parent, o):
-                ref = self.memory.read(o)
+            if s is None or self.memory.above(parent, o):
+                self.produced(i, self.memory.read(o))
+            elif operand is None:
+                if o != parent:
+                    self.memory.alias(parent, o, s, None)
             else:
+                # a view of everything is kept: on another mesh it may be a view of a part
                 ref = self.emit_plain(s.op, (operand, *s.args), dict(s.kwargs), o.shape, o.dtype)
-                self.memory.alias(parent, o, s, ref)
-            self.produced(i, ref)
+                if o == parent:
+                    self.memory.renew(o, ref)
+                else:
+                    self.memory.alias(parent, o, s, ref)
+                self.produced(i, ref)
 
     # ---- mutation
 

@@ -48,6 +48,10 @@ class Recorder(TorchDispatchMode):
     def is_infra_mode(cls) -> bool:
         return False
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # a wrapper around every dispatch, needed under torch.compile only
+
     def __init__(
         self,
         mesh: Mapping[str, int],

@@ -20,6 +20,8 @@ _TORCH = str(Path(torch.__file__).parent) + "/"
 _OWN = str(Path(__file__).parent.parent) + "/"
 _STDLIB = sysconfig.get_paths()["stdlib"] + "/"
 _LIMIT = 24
+# Decorators around functions of torch, never a place in the user's program.
+_WRAPPERS = ("/typing_extensions.py",)
 
 
 class Walk:
@@ -99,7 +101,7 @@ def _classify(code: CodeType) -> int:
         if file.startswith(_TORCH + "optim/"):
             return OPTIMIZER
         return CLIP if file.endswith("/clip_grad.py") else LIBRARY
-    if file.startswith(_OWN) or file.startswith("<"):
+    if file.startswith((_OWN, "<")) or file.endswith(_WRAPPERS):
         return LIBRARY
     return LIBRARY if file.startswith(_STDLIB) and "site-packages" not in file else USER
 

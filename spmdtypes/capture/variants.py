@@ -51,10 +51,21 @@ def variant(func: Any) -> Variant | None:
         return None if out is None else Variant(str(out), out, tuple(range(len(written))), tuple(a.name for a in written))
     if op.endswith("_") and len(written) == 1:
         packet = getattr(getattr(torch.ops, space), op[:-1], None)
-        target = getattr(packet, schema.overload_name or "default", None) if packet is not None else None
+        target = _same_arguments(func, packet) if packet is not None else None
         if target is not None:
             return Variant(str(target), target, (0,), ())
     return None
+
+
+def _arguments(func: Any) -> list[tuple[str, str]]:
+    return [(a.name, str(a.type)) for a in func._schema.arguments]
+
+
+def _same_arguments(func: Any, packet: Any) -> Any:
+    """The overload of `packet` that takes what `func` takes, preferably of the same name."""
+    names = packet.overloads()
+    names.sort(key=lambda n: n != (func._schema.overload_name or "default"))
+    return next((f for n in names if _arguments(f := getattr(packet, n)) == _arguments(func)), None)
 
 
 def _without_out(func: Any, outs: list[str]) -> Any:

@@ -11,24 +11,30 @@ _BIJECTIVE = {
     "aten._reshape_alias.default",
     "aten.reshape.default",
     "aten.t.default",
-    "aten.t_.default",
     "aten.transpose.int",
-    "aten.transpose_.default",
     "aten.permute.default",
     "aten.unsqueeze.default",
-    "aten.unsqueeze_.default",
     "aten.squeeze.default",
     "aten.squeeze.dim",
     "aten.squeeze.dims",
-    "aten.squeeze_.default",
-    "aten.squeeze_.dim",
-    "aten.squeeze_.dims",
     "aten.view.dtype",
     "aten.view_as_real.default",
     "aten.view_as_complex.default",
     "aten._conj.default",
     "aten.alias.default",
     "aten.detach.default",
+}
+
+
+_OUT_OF_PLACE = {
+    "aten.t_.default": "aten.t.default",
+    "aten.transpose_.default": "aten.transpose.int",
+    "aten.swapaxes_.default": "aten.transpose.int",
+    "aten.swapdims_.default": "aten.transpose.int",
+    "aten.unsqueeze_.default": "aten.unsqueeze.default",
+    "aten.squeeze_.default": "aten.squeeze.default",
+    "aten.squeeze_.dim": "aten.squeeze.dim",
+    "aten.squeeze_.dims": "aten.squeeze.dims",
 }
 
 
@@ -73,6 +79,7 @@ def step(op: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: int, sourc
     def dim_of(d: int) -> int:
         return d + len(shape) if d < 0 else d
 
+    op = _OUT_OF_PLACE.get(op, op)
     name = op.removeprefix("aten.")
     match name:
         case "slice.Tensor":
@@ -113,9 +120,9 @@ def _split_start(name: str, args: tuple[Any, ...], out: int, n: int) -> int:
 def inverse(s: Step) -> tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...]]:
     """(op, arguments after the tensor, kwargs) that undoes a bijective step."""
     match s.op.removeprefix("aten."):
-        case "t.default" | "t_.default":
+        case "t.default":
             return "aten.t.default", (), ()
-        case "transpose.int" | "transpose_.default":
+        case "transpose.int":
             return "aten.transpose.int", s.args, ()
         case "permute.default":
             order = [d % len(s.source) for d in s.args[0]]
