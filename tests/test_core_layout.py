@@ -168,8 +168,8 @@ def test_a_fused_projection_is_a_strided_shard():
 
 def test_a_view_of_a_gathered_buffer_shows_the_wrong_order():
     """[b, f@tp] gathered along dim 0 and viewed as [b, f] has its elements elsewhere."""
-    gathered = Layout.sharded((6, 8), {1: ["tp"]}, MESH).gather(["tp"])
-    wrong = gathered.reshape((6, 8), (6, 8), MESH)
+    gathered = Layout.sharded((8, 8), {1: ["tp"]}, MESH).gather(["tp"])
+    wrong = gathered.reshape((8, 8), (8, 8), MESH)
     assert not any(wrong.is_proper(d) for d in range(2))
-    right = gathered.reshape((4, 6, 2), (1, 6, 8), MESH).permute((1, 0, 2)).reshape((6, 8), (6, 8), MESH)
-    assert right == Layout.replicated((6, 8))
+    right = gathered.reshape((4, 8, 2), (1, 8, 8), MESH).permute((1, 0, 2)).reshape((8, 8), (8, 8), MESH)
+    assert right == Layout.replicated((8, 8))

@@ -169,10 +169,9 @@ def _bind_shape(operand: int, subs: Sequence[Any], operands: Sequence[Denotation
     """As `_bind_read` for an operand whose elements are not read: where its sizes are those of
     variables that have a layout already, it may be cut in any way."""
     have = operands[operand].layout if operand < len(operands) else None
-    if have is not None and all(isinstance(s, Var) and s in env.of and not env.is_open(s) for s in subs):
-        if [env.sizes(s) for s in subs] == list(zip(have.local_shape, have.ref_shape)):
-            return
-    _bind_read(operand, subs, operands, env)
+    bound = all(isinstance(s, Var) and s in env.of and not env.is_open(s) for s in subs)
+    if have is None or not bound or [env.sizes(s) for s in subs] != [*zip(have.local_shape, have.ref_shape)]:
+        _bind_read(operand, subs, operands, env)
 
 
 def as_variable(sub: Any, operands: Sequence[Denotation]) -> Var | None:

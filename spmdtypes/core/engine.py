@@ -84,7 +84,7 @@ def derivation(
 ) -> Derivation:
     """`derive` with the assumptions it made."""
     lost = NONE.union(*(d.varying for d in operands if d.value is None and d.guard is None))
-    known = [d.poisoned(lost, "") if lost else d for d in operands]
+    known = [replace(d.poisoned(lost, ""), varying=d.varying - lost) if lost else d for d in operands]
     notes: list[str] = list(spec.assumes)
     outs: list[Result] = []
     for out in spec.outs:
