@@ -93,9 +93,12 @@ def _check_tested(program: Program, options: Options) -> Report:
         kept = tuple(a for a in program.mesh if a in means or a in found.kept_axes)
         mesh = {a: n if a in kept else 1 for a, n in program.mesh.items()}
         again = differential.run(program, seeds=options.seeds, reference_mesh=mesh, timeout=options.timeout)
+        warnings = _warnings(run.inference)
         run = _infer_tested(program, again)
         run.verdicts = [_assumed(v) for v in run.verdicts]
-    findings = _findings(program, run)
+        findings = _findings(program, run) or warnings
+    else:
+        findings = _findings(program, run)
     return _report(program, findings, _counts(run.verdicts), run.inference, run.experiment)
 
 

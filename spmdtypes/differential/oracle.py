@@ -62,27 +62,27 @@ class Oracle:
         for seed in self.experiment.seeds:
             by_coords = self._values(self.experiment.ranks, self.tables, seed, ref)
             reference = self._values(self.experiment.reference, self._reference_tables, seed, ref)
-            if by_coords is None or reference is None:
-                continue
             for kept, whole in reference.items():
-                at = ({**dict(kept), **c} for c in all_coords(self.mesh))
-                parts = tuple(by_coords[_key(c, self.experiment.mesh)] for c in at)
-                out.append(Observation(self.mesh, parts, whole, self.tolerance))
+                at = [_key({**dict(kept), **c}, self.experiment.mesh) for c in all_coords(self.mesh)]
+                if all(k in by_coords for k in at):
+                    parts = tuple(by_coords[k] for k in at)
+                    out.append(Observation(self.mesh, parts, whole, self.tolerance))
         return out
 
     def _values(
         self, runs: Sequence[RankRun], tables: Sequence[Table], seed: int, ref: Ref
-    ) -> dict[tuple[tuple[str, int], ...], Tensor] | None:
-        """The value on every rank of a mesh, by coordinates (of axes larger than one)."""
+    ) -> dict[tuple[tuple[str, int], ...], Tensor]:
+        """The value on the ranks that have it, by coordinates (of axes larger than one): along a kept
+        axis, such as that of pipeline stages, ranks may run different programs."""
         out = {}
         for run, table in zip(runs, tables):
             node = table[ref.node] if ref.node < len(table) else None
             value = run.values.get(seed, {}).get(Ref(node, ref.out)) if node is not None else None
             if value is None or value.is_complex():
-                return None
+                continue
             sizes = self.experiment.mesh if runs is self.experiment.ranks else self.experiment.reference_mesh
             out[_key(run.coords, sizes)] = value
-        return out if len(out) == len(runs) else None
+        return out
 
     @property
     def tables(self) -> list[Table]:
