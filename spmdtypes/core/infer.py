@@ -131,7 +131,10 @@ class _Pass:
             result = self._misfit(node, result, meta)
         evidence = "assumed" if assumed else "proved"
         den = self._consult(ref, result) if self.oracle is not None else None
-        if den is not None:
+        if isinstance(den, RuleError):
+            den = self._after_error(node, ref, meta, den)
+            evidence = "unknown"
+        elif den is not None:
             if den is not result:
                 evidence = "tested"
         elif isinstance(result, Denotation):
@@ -236,29 +239,27 @@ class _Pass:
         key = (
             node.op,
             _plain(node.args),
-            tuple(sorted((k, _plain(v)) for k, v in node.kwargs.items())),
+            tuple(sorted((k, _plain(v)) for k, v in node.kwargs.items())) if node.kwargs else (),
             tuple(map(id, dens)),
+            tuple(map(self.graph.meta, refs)),
             node.comm,
             free if self.averaged else (),
             streams,
-            tuple(m.shape if (m := self.graph.meta(r)) else () for r in refs) if self._uneven(dens) else (),
             len(node.outs),
             self._aligned(node),
         )
         found: Derivation | None = self.memo.get(key)
         if found is None:
             found = self._fresh(node, refs, dens, free, streams)
-            self.memo[key] = found
+            if found.known:
+                outs = tuple(self._intern(o) if isinstance(o, Denotation) else o for o in found.outs)
+                found = self.memo[key] = replace(found, outs=outs)
         if not found.known:
             self.result.unknown_ops[node.op] += 1
         if not names:
             return found
         back = {v: k for k, v in names.items()}
         return Derivation(tuple(_result_renamed(o, back) for o in found.outs), found.notes)
-
-    @staticmethod
-    def _uneven(dens: Sequence[Denotation]) -> bool:
-        return any(d.layout.uneven for d in dens)
 
     def _fresh(
         self,
@@ -274,7 +275,7 @@ class _Pass:
         try:
             spec = self.build_spec(node, operands)
         except ValueError as e:
-            return Derivation(self._unknown(node, dens, str(e)))
+            return Derivation(self._unknown(node, dens, str(e)), known=False)
         if spec is None:
             return Derivation(self._unknown(node, dens, f"no rule for {node.op}"), known=False)
         return derivation(
@@ -316,7 +317,7 @@ class _Pass:
 
     # -- oracle ---------------------------------------------------------------------------------
 
-    def _consult(self, ref: Ref, result: Result) -> Denotation | None:
+    def _consult(self, ref: Ref, result: Result) -> Denotation | RuleError | None:
         """The reading to go on with when the oracle knows the value; None: the rule's result stands."""
         assert self.oracle is not None
         tracked = isinstance(result, Denotation) and (result.guard is not None or result.value is not None)
@@ -326,7 +327,11 @@ class _Pass:
                 return result if agrees else None
             seen = self.oracle.readings(ref) or ()
             self.result.conflicts.append((ref, result, seen))
-            return simplest(seen) if seen else None
+            if seen:
+                return simplest(seen)
+            text = f'the ranks do not hold "{result}" of the reference value, nor any other placement'
+            axes = result.axes or frozenset(self.mesh)
+            return RuleError("rank", text, axes, poisoned=result.poisoned(axes, text))
         if tracked:
             return None
         seen = self.oracle.readings(ref) or ()
@@ -346,12 +351,15 @@ def _shape(s: Sequence[int]) -> str:
 
 def _plain(x: Any) -> Any:
     """An argument without the identities of its operands, hashable."""
-    if isinstance(x, Ref):
+    kind = type(x)
+    if kind is Ref:
         return Ref
-    if isinstance(x, (tuple, list)):
-        return tuple(_plain(y) for y in x)
-    if isinstance(x, (bool, float)):
-        return (type(x), repr(x))
+    if kind is int or kind is str or x is None:
+        return x
+    if kind is tuple or kind is list:
+        return tuple([_plain(y) for y in x])
+    if kind is bool or kind is float:
+        return (kind, repr(x))
     if isinstance(x, dict):
         return tuple(sorted((k, _plain(v)) for k, v in x.items()))
     try:
@@ -369,7 +377,7 @@ def _atom_names(dens: Sequence[Denotation]) -> dict[Any, Any]:
     """Integer tensors spoken of, numbered in order of appearance: names that repeat between layers."""
     names: dict[Any, Any] = {}
     for d in dens:
-        for key in _keys(d):
+        for key in _keys(d) if d.value is not None or d.guard is not None else ():
             names.setdefault(key, ("#", len(names)))
     return names
 
