@@ -78,7 +78,7 @@ def _by_rule(
         return Verdict(
             border,
             "wrong" if decided else "unknown",
-            "proved" if decided else "unknown",
+            "tested" if problem.error.kind == "observed" else "proved" if decided else "unknown",
             ref,
             declared,
             expected,

@@ -31,6 +31,7 @@ KINDS = (
     "scale",  # a factor that does not survive
     "rank",  # depends on the rank in a way the reference does not
     "random",  # random streams equal or different where they must not be
+    "observed",  # running the ranks contradicts what the rules say
     "unsupported",  # the engine cannot tell; no proof of a mistake
     "missing",  # no value here
 )

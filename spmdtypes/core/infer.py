@@ -331,7 +331,7 @@ class _Pass:
                 return simplest(seen)
             text = f'the ranks do not hold "{result}" of the reference value, nor any other placement'
             axes = result.axes or frozenset(self.mesh)
-            return RuleError("rank", text, axes, poisoned=result.poisoned(axes, text))
+            return RuleError("observed", text, axes, poisoned=result.poisoned(axes, text))
         if tracked:
             return None
         seen = self.oracle.readings(ref) or ()

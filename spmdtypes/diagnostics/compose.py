@@ -64,7 +64,22 @@ def compose(
         known.verdicts.append(v)
         if known is not cause:
             known.nodes += [n for n in cause.nodes if n not in known.nodes]
-    return [_finding(c, program, inference) for c in _primary(list(causes.values()), inference.graph)]
+    merged = _merged(list(causes.values()), inference.graph)
+    return [_finding(c, program, inference) for c in _primary(merged, inference.graph)]
+
+
+def _merged(causes: list[Cause], graph: Graph) -> list[Cause]:
+    """Causes that lead back to the same node (other than an input) are one."""
+    kept: list[Cause] = []
+    for c in causes:
+        mine = {n for n, _ in c.nodes if graph.nodes[n].op != "input"}
+        same = next((k for k in kept if k.axes == c.axes and mine & {n for n, _ in k.nodes}), None)
+        if same is None:
+            kept.append(c)
+        else:
+            same.verdicts += c.verdicts
+            same.nodes += [n for n in c.nodes if n not in same.nodes]
+    return kept
 
 
 def _key(cause: Cause, v: Verdict, graph: Graph) -> object:
@@ -95,7 +110,7 @@ def _primary(causes: list[Cause], graph: Graph) -> list[Cause]:
 
 def _cause(v: Verdict, program: Program, inference: Inference, suspects: Sequence[tuple[int, str]]) -> Cause:
     p = v.problem
-    if p is not None and p.error.kind in _OF_PROBLEM:
+    if p is not None and (p.error.kind in _OF_PROBLEM or p.error.kind == "observed"):
         return _problem_cause(v, p, inference)
     if v.mismatch is not None and v.ref is not None and v.mismatch.kind != "varying":
         nodes: list[Step] = []
@@ -129,7 +144,7 @@ def _problem_cause(v: Verdict, p: Problem, inference: Inference) -> Cause:
                 nodes += [x for x in where_standing(inference, r, a, 2) if x not in nodes]
     if v.ref is not None and p.error.kind in ("rank", "layout"):
         nodes += meeting(inference, p.node, v.ref) + placements_by_index(inference, p.node, v.ref)
-    code = _OF_PROBLEM[p.error.kind]
+    code = _OF_PROBLEM.get(p.error.kind) or _tested_code(v)
     if code == "SPMD501" and "same" in p.error.message:
         code = "SPMD502"
     return Cause(code, axes, nodes)
