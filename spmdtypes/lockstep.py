@@ -1,7 +1,8 @@
 """Runs a captured graph on all ranks at once, in one process: collectives are sums over a list.
 
 Every rank executes the same nodes on its own real tensors; literals that grow with a rank
-coordinate (`graph.Lit`) take each rank's value. Used to learn whether a change of a graph changes
+coordinate (`graph.Lit`) take each rank's value. What the program holds in float32 is computed in
+float64, so that equal programs give equal numbers. Used to learn whether a change of a graph changes
 its results, without starting processes.
 """
 
@@ -17,7 +18,7 @@ from spmdtypes.graph import Comm, Graph, Lit, Node, Ref
 
 _DTYPES = {
     "f64": torch.float64,
-    "f32": torch.float32,
+    "f32": torch.float64,
     "f16": torch.float16,
     "bf16": torch.bfloat16,
     "i64": torch.int64,
@@ -94,6 +95,8 @@ def _named(text: str) -> Any:
         return torch.device("cpu")
     name = text.removeprefix("torch.")
     found = getattr(torch, name, None)
+    if found is torch.float32:
+        return torch.float64
     return found if isinstance(found, (torch.dtype, torch.layout, torch.memory_format)) else text
 
 
