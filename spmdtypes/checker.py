@@ -276,7 +276,13 @@ def _one_a_line(findings: Sequence[Finding]) -> list[Finding]:
 
 def _diverging(d: Divergence, program: Program) -> Finding:
     """Ranks that wait for different collectives."""
-    notes, span = [], None
+    notes: list[Note] = []
+    span = None
+    for rank, place_ in zip(d.ranks, d.parted, strict=True):
+        if place_ is not None:
+            notes.append(Note(Span(*place_), f"rank {rank} goes this way"))
+    if d.last is not None:
+        notes.append(Note(Span(*d.last), "up to here the ranks went the same way"))
     for rank, call in zip(d.ranks, d.calls, strict=True):
         if call is None or not call.frames:
             continue
@@ -321,7 +327,7 @@ def _report(
     unknown: dict[str, int] = {}
     if inference is not None:
         texts += [t for _, t in inference.assumptions]
-        unknown = dict(inference.unknown_ops)
+        unknown = _unknown_ops(inference)
     if experiment is not None:
         texts += experiment.notes
     return Report(
@@ -332,3 +338,16 @@ def _report(
         tuple(dict.fromkeys(texts)),
         file=str(program.file) if program.file else None,
     )
+
+
+def _unknown_ops(inference: Inference) -> dict[str, int]:
+    """Operations without a rule that a border depends on, with how often they occur."""
+    graph = inference.graph
+    wanted = {ref.node for ref in graph.outputs.values()}
+    found: Counter[str] = Counter()
+    for node in reversed(graph.nodes):
+        if node.id in wanted:
+            wanted |= {r.node for r in node.refs()}
+            if node.op in inference.unknown_ops:
+                found[node.op] += 1
+    return dict(found)

@@ -263,6 +263,11 @@ def _context(cause: Cause, graph: Graph, lead: Verdict) -> list[Note]:
             if frames and node.comm is not None:
                 over = ", ".join(node.comm.axes) or "its group"
                 notes.append(Note(Span.of(frames[0]), f"{node.comm.kind} over {over} on the way"))
+        loss = graph.outputs.get("output")
+        if loss is not None and cause.code in ("SPMD202", "SPMD302") and lead.border.startswith("grad:"):
+            at = place(graph, graph.nodes[loss.node])
+            if at:
+                notes.append(Note(Span.of(at[0]), "the loss is computed here"))
         call = backward_call(graph, border)
         if call is not None:
             notes.append(Note(Span.of(call), "backward starts here"))
