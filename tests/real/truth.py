@@ -37,7 +37,7 @@ TIMEOUT = 120  # seconds
 def largest_error(program: Program, change: Change = nullcontext, seed: int = 0) -> float:
     """The largest relative difference, over ranks, loss and gradients, from the mesh of ones.
 
-    `change` is in force on the real mesh only. Infinite when a rank has no result for a value.
+    `change` is in force on the real mesh only. Infinite when a value is not finite.
     """
     ones = replace(program, mesh=dict.fromkeys(program.mesh, 1))
     (reference,) = _run(ones, nullcontext, seed)
@@ -49,8 +49,9 @@ def largest_error(program: Program, change: Change = nullcontext, seed: int = 0)
             kind = program.params.get(name.removeprefix("grad:"))
             expected = want[_block(kind, coord, program.mesh)] if kind else want
             scale = want.abs().max().item() + 1e-12
-            worst = max(worst, (rank[name] - expected).abs().max().item() / scale)
-    return worst if math.isfinite(worst) else math.inf
+            error = (rank[name] - expected).abs().max().item() / scale
+            worst = max(worst, error if math.isfinite(error) else math.inf)
+    return worst
 
 
 def _run(program: Program, change: Change, seed: int) -> list[dict[str, Tensor]]:
