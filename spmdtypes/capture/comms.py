@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +15,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroup, Work
 from torch._subclasses import FakeTensor
 
-from spmdtypes.capture.raw import Raw, Res
+from spmdtypes.capture import shadow
+from spmdtypes.capture.raw import Raw, Res, View
 from spmdtypes.graph import Comm, TensorMeta
 
 if TYPE_CHECKING:
@@ -377,7 +378,15 @@ def store(rec: Recorder, e: Exchange, index: int) -> None:
         raw = Raw("write", (value,), outs=(rec.view(t),))
         rec.situate(raw)
         rec.append(raw)
-        rec.shadows.forget(raw.outs[0])
+    comm = rec.trace[index].comm
+    if isinstance(e.outputs[0], FakeTensor) and comm is not None:
+        if len(e.inputs) == len(e.outputs) == 1:
+            shadow.exchanged(rec, comm, rec.view(e.inputs[0]), rec.view(e.outputs[0]))
+        else:
+            for t in e.outputs:
+                same = comm.kind == "all_gather" and len(e.inputs) == 1
+                alone = replace(comm, kind="broadcast")
+                shadow.exchanged(rec, alone, rec.view(e.inputs[0]) if same else None, rec.view(t))
 
 
 # ---- functional collectives
@@ -417,7 +426,8 @@ def _functional(rec: Recorder, info: OpInfo, func: Any, args: Any, kwargs: Any) 
             raw.mutated = (rec._view(t)[0],)
         raw.outs = (rec._view(t)[0],)
         index = rec.append(raw)
-        rec.shadows.forget(raw.outs[0])
+        if isinstance(t, FakeTensor):
+            shadow.exchanged(rec, comm, raw.args[0] if type(raw.args[0]) is View else None, raw.outs[0])
         if rec.keep_values and not isinstance(t, FakeTensor):
             started = Started(lambda i=index, t=t: rec.keep(i, 0, t))  # type: ignore[misc]
             rec.pending.works[-1 - raw.outs[0].storage] = (t, [started])

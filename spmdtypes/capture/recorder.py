@@ -121,8 +121,6 @@ class Recorder(TorchDispatchMode):
         meta = TensorMeta(view.shape, view.dtype, requires_grad)
         index = self.append(Raw("bind", outs=(view,), name=name, meta=meta, phase="other"))
         self.keep(index, 0, tensor)
-        if not isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
-            return
         self.shadows.forget(view)
 
     # ---- tensors
@@ -237,11 +235,10 @@ class Recorder(TorchDispatchMode):
     def plain(self, info: OpInfo, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an op and record it."""
         raw = self.begin(info.name, func, args, kwargs)
-        real = self.shadows.before(self, func, args, kwargs) if self.shadows.known else None
-        out = shadow.run(self, raw, func, args, kwargs) if shadow.needs_values(func) else func(*args, **kwargs)
+        out = func(*args, **kwargs)
         self.finish(raw, info, args, kwargs, out)
-        if real is not None or not args:
-            self.shadows.after(self, func, real, out, args, kwargs)
+        if type(out) is FakeTensor or raw.mutated:
+            shadow.follow(self, raw, func, args, kwargs)
         return out
 
     def begin(self, name: str, func: Any, args: Any, kwargs: Any) -> Raw:

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
-from spmdtypes.capture import comms
+from spmdtypes.capture import comms, shadow
 from spmdtypes.capture.functionalise import Functional, functionalise
 from spmdtypes.capture.raw import Raw, Res, View
 from spmdtypes.capture.recorder import Recorder
@@ -65,6 +66,8 @@ def execute(
         _load(rec, module, params)
         for name, value in inputs.items():
             rec.bind(value, name)
+            if isinstance(value, FakeTensor):
+                shadow.assume_input(rec, value, program.inputs[name].limit if name in program.inputs else None)
         run = _run_step if program.step is not None else _run_module
         outputs = run(rec, program, module, device_mesh, inputs)
         with rec.pause():

@@ -259,56 +259,70 @@ class Memory:
 
     # ---- views that were not taken step by step
 
-    def _ordered(self, root: Root, ref: Ref) -> Ref:
-        """The root's value with its dims in memory order, so that it is contiguous."""
-        if root.view.contiguous:
-            return ref
-        order = sorted(range(len(root.view.shape)), key=lambda d: -root.view.stride[d])
-        shape = tuple(root.view.shape[d] for d in order)
-        return self.emit("aten.permute.default", (ref, tuple(order)), {}, shape, root.view.dtype)
+    def _flat(self, root: Root, ref: Ref, like: View) -> Ref:
+        """The root's elements in memory order, one-dimensional, read with the dtype of `like`."""
+        base = root.view
+        if not base.contiguous:
+            order = _memory_order(base)
+            shape = tuple(base.shape[d] for d in order)
+            ref = self.emit("aten.permute.default", (ref, order), {}, shape, base.dtype)
+        if len(base.shape) != 1:
+            ref = self.emit("aten.view.default", (ref, (base.numel,)), {}, (base.numel,), base.dtype)
+        if like.dtype != base.dtype:
+            ref = self.emit("aten.view.dtype", (ref, like.dtype), {}, (_count(base, like),), like.dtype)
+        return ref
+
+    def _unflat(self, root: Root, ref: Ref, like: View) -> Ref:
+        """The inverse of `_flat`."""
+        base = root.view
+        if like.dtype != base.dtype:
+            ref = self.emit("aten.view.dtype", (ref, base.dtype), {}, (base.numel,), base.dtype)
+        if base.contiguous:
+            if len(base.shape) == 1:
+                return ref
+            return self.emit("aten.view.default", (ref, base.shape), {}, base.shape, base.dtype)
+        order = _memory_order(base)
+        shape = tuple(base.shape[d] for d in order)
+        ref = self.emit("aten.view.default", (ref, shape), {}, shape, base.dtype)
+        back = tuple(order.index(d) for d in range(len(order)))
+        return self.emit("aten.permute.default", (ref, back), {}, base.shape, base.dtype)
 
     def _strided(self, root: Root, ref: Ref, view: View) -> Ref:
-        ref = self._ordered(root, ref)
-        if view.itemsize != root.view.itemsize or view.dtype != root.view.dtype:
-            flat = self.emit("aten.view.default", (ref, (root.view.numel,)), {}, (root.view.numel,), root.view.dtype)
-            n = root.view.numel * root.view.itemsize // view.itemsize
-            ref = self.emit("aten.view.dtype", (flat, view.dtype), {}, (n,), view.dtype)
-        start = view.offset - root.view.offset * root.view.itemsize // view.itemsize
-        total = root.view.numel * root.view.itemsize // view.itemsize
-        if view.contiguous:
-            n = view.numel
-            if n != total:
-                ref = self.emit("aten.view.default", (ref, (total,)), {}, (total,), view.dtype)
-                ref = self.emit("aten.slice.Tensor", (ref, 0, start, start + n, 1), {}, (n,), view.dtype)
-            return self.emit("aten.view.default", (ref, view.shape), {}, view.shape, view.dtype)
-        args = (ref, view.shape, view.stride, start)
-        return self.emit("aten.as_strided.default", args, {}, view.shape, view.dtype)
+        """What `view` reads of the root's value `ref`."""
+        ref, start, n = self._flat(root, ref, view), _start(root.view, view), view.numel
+        if not view.contiguous:
+            args = (ref, view.shape, view.stride, start)
+            return self.emit("aten.as_strided.default", args, {}, view.shape, view.dtype)
+        if n != _count(root.view, view):
+            ref = self.emit("aten.slice.Tensor", (ref, 0, start, start + n, 1), {}, (n,), view.dtype)
+        return self.emit("aten.view.default", (ref, view.shape), {}, view.shape, view.dtype)
 
     def _put_strided(self, root: Root, ref: Ref, view: View, value: Ref) -> Ref:
-        base = root.view
-        if view.dtype != base.dtype:
-            self.note("a write through a view of another dtype could not be followed")
-            return ref
-        start = view.offset - base.offset
-        flat = self._ordered(root, ref)
+        """The root's value `ref` with `value` in the place of `view`."""
+        flat, start, n = self._flat(root, ref, view), _start(root.view, view), view.numel
+        total = _count(root.view, view)
         if view.contiguous:
-            n, total = view.numel, base.numel
-            flat = self.emit("aten.view.default", (flat, (total,)), {}, (total,), base.dtype)
-            value = self.emit("aten.view.default", (value, (n,)), {}, (n,), base.dtype)
+            value = self.emit("aten.view.default", (value, (n,)), {}, (n,), view.dtype)
             args: tuple[Any, ...] = (flat, value, 0, start, start + n, 1)
-            flat = self.emit("aten.slice_scatter.default", args, {}, (total,), base.dtype)
-            if base.contiguous:
-                return self.emit("aten.view.default", (flat, base.shape), {}, base.shape, base.dtype)
+            flat = self.emit("aten.slice_scatter.default", args, {}, (total,), view.dtype)
         else:
             args = (flat, value, view.shape, view.stride, start)
-            flat = self.emit("aten.as_strided_scatter.default", args, {}, base.shape, base.dtype)
-            if base.contiguous:
-                return flat
-        order = sorted(range(len(base.shape)), key=lambda d: -base.stride[d])
-        shape = tuple(base.shape[d] for d in order)
-        flat = self.emit("aten.view.default", (flat, shape), {}, shape, base.dtype)
-        back = tuple(order.index(d) for d in range(len(order)))
-        return self.emit("aten.permute.default", (flat, back), {}, base.shape, base.dtype)
+            flat = self.emit("aten.as_strided_scatter.default", args, {}, (total,), view.dtype)
+        return self._unflat(root, flat, view)
+
+
+def _memory_order(v: View) -> tuple[int, ...]:
+    return tuple(sorted(range(len(v.shape)), key=lambda d: -v.stride[d]))
+
+
+def _count(base: View, like: View) -> int:
+    """Elements of the dtype of `like` that the memory of `base` holds."""
+    return base.numel * base.itemsize // like.itemsize
+
+
+def _start(base: View, view: View) -> int:
+    """Where `view` begins, in its own elements from the beginning of `base`."""
+    return view.offset - base.offset * base.itemsize // view.itemsize
 
 
 def _overlap(a: View, b: View) -> bool:
