@@ -168,7 +168,8 @@ class Evaluation:
             return source[out.operand].reshape(out.shape)
         if isinstance(out, Concat):
             return torch.cat([source[k] for k in out.operands], out.dim)
-        vars = [v for v in out.vars if isinstance(v, Var)]
+        groups = [v if isinstance(v, tuple) else (v,) for v in out.vars]
+        vars = [v for group in groups for v in group if isinstance(v, Var)]
         if len(set(vars)) != len(vars):
             raise ValueError("one variable for two output dims")
         value = self._grown(self.value(out.value), vars)
@@ -176,9 +177,8 @@ class Evaluation:
         rest = [d for d in range(len(self.order)) if d not in order]
         if any(value.shape[d] != 1 for d in rest):
             raise ValueError(f"free variables {[self.order[d].name for d in rest if value.shape[d] != 1]}")
-        return value.permute(rest + order).reshape(
-            [self.sizes[v] if isinstance(v, Var) else 1 for v in out.vars]
-        )
+        shape = [math.prod(self.sizes[v] for v in group if isinstance(v, Var)) for group in groups]
+        return value.permute(rest + order).reshape(shape)
 
     def _grown(self, x: Tensor, vars: Sequence[Var]) -> Tensor:
         shape = [self.sizes[v] if v in vars else n for v, n in zip(self.order, x.shape)]
@@ -232,7 +232,7 @@ class Evaluation:
         return _REDUCTIONS[name](x, dims)
 
     def _call(self, name: str, args: list[Tensor]) -> Tensor:
-        if math.prod(torch.broadcast_shapes(*[a.shape for a in args], ())) > LIMIT:
+        if math.prod(max(ns) for ns in zip(*(a.shape for a in args))) > LIMIT:
             raise TooBig
         if self.tainted is not None:
             out = self._scalar(0)
@@ -264,9 +264,8 @@ class Evaluation:
         if not index:
             return source.reshape([1] * len(self.order))
         if 0 in x.shape:
-            shape = torch.broadcast_shapes(*(i.shape for i in index))
-            return source.new_zeros(shape)
-        read = source[tuple(torch.broadcast_tensors(*index))]
+            return source.new_zeros([max(ns) for ns in zip(*(i.shape for i in index))])
+        read = source[tuple(index)]
         return read if self.tainted is None else read | carried
 
     def _index_value(self, e: Expr) -> Tensor:
@@ -401,9 +400,19 @@ def check_call(func: Any, args: Any, kwargs: Any, outs: Any = None) -> tuple[str
         return "unknown", str(error)
     if spec is None:
         return "unknown", node.op
-    return check_spec(
-        spec, tensors, lambda ts: func(*_filled(node.args, ts), **_filled(dict(kwargs), ts, node)), outs
-    )
+    return check_spec(spec, tensors, lambda ts: call_with(func, args, kwargs, ts), outs)
+
+
+def call_with(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
+    """The call with its tensors, in the order of `encode`, replaced."""
+    given = iter(tensors)
+
+    def one(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return next(given)
+        return [one(y) for y in x] if isinstance(x, (list, tuple)) else x
+
+    return func(*map(one, args), **{k: one(v) for k, v in kwargs.items()})
 
 
 def check_spec(
@@ -446,28 +455,12 @@ def walk(e: Expr) -> Iterator[Expr]:
         yield from walk(child)
 
 
-def _filled(x: Any, tensors: Sequence[Tensor], node: Node | None = None) -> Any:
-    if node is not None:
-        return {k: _filled(v, tensors) if _has_ref(v) else x[k] for k, v in node.kwargs.items()}
-    if isinstance(x, Ref):
-        return tensors[x.node]
-    if isinstance(x, (tuple, list)):
-        return [_filled(y, tensors) for y in x]
-    from spmdtypes.capture.raw import DTYPES
-
-    return DTYPES[x] if isinstance(x, str) and x in DTYPES else x
-
-
-def _has_ref(x: Any) -> bool:
-    return isinstance(x, Ref) or (isinstance(x, (tuple, list)) and any(map(_has_ref, x)))
-
-
-class CheckedCalls(TorchDispatchMode):
+class CheckedCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Checks calls made inside, of at most `largest` elements and `per_op` times an op, against their
     descriptions; `found` counts (op, verdict)."""
 
     def __init__(self, per_op: int = 8, largest: int = 3000) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.per_op, self.largest = per_op, largest
         self.found: Counter[tuple[str, str]] = Counter()
         self.wrong: dict[str, str] = {}
@@ -483,7 +476,7 @@ class CheckedCalls(TorchDispatchMode):
         before = _copied((args, kwargs)) if mutable else (args, kwargs)
         outs = func(*args, **kwargs)
         result = outs if not mutable or flat(outs) else _mutated(func, args, kwargs)
-        verdict, detail = check_call(func, *before, result)
+        verdict, detail = check_call(func, before[0], before[1], result)
         self.found[name, verdict] += 1
         if verdict == "wrong":
             self.wrong.setdefault(name, f"{detail} for {_described(before)}")

@@ -111,7 +111,7 @@ def _ranks(text: Text) -> dict[str, list[str]]:
 
 def make_op(target: Any, text: Text | None) -> Any:
     """A dispatcher op that runs a plain callable; differentiated by differentiating the callable."""
-    function = target.apply if isinstance(target, type) else target
+    function = getattr(target, "apply", target)
     label = (
         getattr(target, "__qualname__", type(target).__name__)
         .replace(".", "_")
@@ -155,7 +155,7 @@ def _detached(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _schema(target: Any, text: Text | None) -> str:
     """From annotations where there are any, else tensors named as in the text."""
-    function = target.forward if isinstance(target, type) else target
+    function = getattr(target, "forward", target) if isinstance(target, type) else target
     parameters = [p for p in inspect.signature(function).parameters.values() if p.name != "ctx"]
     kinds = {
         Tensor: "Tensor",

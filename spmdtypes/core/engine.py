@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from itertools import islice
+from math import prod
 from typing import Any
 
 from spmdtypes.core import ranks
@@ -108,7 +110,7 @@ def _without(result: Result, lost: frozenset[str], operands: Sequence[Denotation
     return result.poisoned(lost, reason)
 
 
-def replace_error(e: RuleError, poisoned: Denotation) -> RuleError:
+def replace_error(e: RuleError, poisoned: Denotation | None) -> RuleError:
     return RuleError(e.kind, e.message, e.axes, e.operands, poisoned)
 
 
@@ -138,6 +140,8 @@ class _Case:
             if isinstance(out, Concat):
                 rules = Rules(self.mesh, self.averaged, {}, lambda v: v.local == v.ref, self.notes)
                 return concat([self.operands[k] for k in out.operands], out.dim, rules)
+            if any(isinstance(v, tuple) for v in out.vars):
+                return self._merged(out)
             simpler = collapsed(out.value, self.operands)
             if simpler is not out.value:
                 found = self._attempt(Out(out.vars, simpler))
@@ -148,6 +152,23 @@ class _Case:
             return self._fail(RuleError("unsupported" if e.unsupported else "layout", str(e)), out)
         except RuleError as e:
             return self._fail(e, out)
+
+    def _merged(self, out: Out) -> Result:
+        """Output dims of several variables: derived apart, then merged."""
+        widths = [len(v) if isinstance(v, tuple) else 1 for v in out.vars]
+        apart = tuple(w for v in out.vars for w in (v if isinstance(v, tuple) else (v,)))
+        found = self.output(Out(apart, out.value))
+
+        def merge(d: Denotation) -> Denotation:
+            shapes = []
+            for sizes in (d.local_shape, d.ref_shape):
+                rest = iter(sizes)
+                shapes.append(tuple(prod(islice(rest, n)) for n in widths))
+            return reshape(d, shapes[0], shapes[1], self.mesh)
+
+        if isinstance(found, RuleError):
+            return replace_error(found, merge(found.poisoned) if found.poisoned else None)
+        return None if found is None else merge(found)
 
     def _attempt(self, out: Out) -> Denotation | None:
         try:

@@ -177,7 +177,8 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class Out:
-    """One output: its index variables (or `ONE`) and the value at them."""
+    """One output: its index variables (or `ONE`, or a tuple of variables that together make one dim,
+    outermost first) and the value at them."""
 
     vars: tuple[Any, ...]
     value: Expr

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import pi
+from math import pi, sqrt
 from typing import Any
 
 from spmdtypes.core.spec import Const, Expr, Iota, Operand, OpSpec, Out, Window, fn
-from spmdtypes.ops.parts import both, elementwise, names, replaced, shaped_like, size_of, wrap_dim
+from spmdtypes.ops.parts import both, broadcast, elementwise, names, replaced, shaped_like, size_of, wrap_dim
 from spmdtypes.ops.registry import op
 
 Slope = Callable[..., Any]
@@ -33,10 +33,10 @@ def _gelu(x: Expr, approximate: str = "none") -> Expr:
 
 def _gelu_slope(x: Expr, approximate: str = "none") -> Expr:
     if approximate == "none":
-        bell = fn("exp", fn("sq", x) * -0.5) * (2 * pi) ** -0.5
-        return (1 + fn("erf", x * 2**-0.5)) * 0.5 + x * bell
-    t = fn("tanh", (x + fn("cube", x) * 0.044715) * (2 / pi) ** 0.5)
-    return (1 + t) * 0.5 + x * (1 - fn("sq", t)) * (fn("sq", x) * 0.134145 + 1) * (0.5 * (2 / pi) ** 0.5)
+        bell = fn("exp", fn("sq", x) * -0.5) * (1 / sqrt(2 * pi))
+        return (1 + fn("erf", x * sqrt(0.5))) * 0.5 + x * bell
+    t = fn("tanh", (x + fn("cube", x) * 0.044715) * sqrt(2 / pi))
+    return (1 + t) * 0.5 + x * (1 - fn("sq", t)) * (fn("sq", x) * 0.134145 + 1) * (0.5 * sqrt(2 / pi))
 
 
 def _mish_slope(x: Expr) -> Expr:
@@ -45,7 +45,7 @@ def _mish_slope(x: Expr) -> Expr:
 
 
 def _leaky(x: Expr, slope: Any = 0.01) -> Expr:
-    return fn("max" if 0 <= slope <= 1 else "min", x, x * slope) if slope >= 0 else fn("opaque", x)
+    return fn("max" if slope <= 1 else "min", x, x * slope)
 
 
 def _elu(x: Expr, alpha: Any = 1, scale: Any = 1, input_scale: Any = 1) -> Expr:
@@ -141,8 +141,8 @@ def prelu(x: Operand, weight: Operand) -> OpSpec:
 def prelu_backward(grad: Operand, x: Operand, weight: Operand) -> OpSpec:
     gx = elementwise(lambda g, a, w: g * fn("where", fn("gt", a, 0), 1, w), grad, x, weight)
     gw = elementwise(lambda g, a: g * fn("min", a, 0), grad, x)
-    (shape,) = elementwise(lambda w: w, weight).outs
-    return OpSpec.of(gx.outs[0], gw.outs[0], uses=(shaped_like(weight, shape.vars),))
+    shape = broadcast(weight)[0]
+    return OpSpec.of(gx.outs[0], gw.outs[0], uses=(shaped_like(weight, shape),))
 
 
 def _halves(x: Operand, dim: int) -> tuple[list[Any], int, Expr, Expr]:

@@ -6,11 +6,10 @@ Outputs beyond the result and the log-sum-exp (random state, sizes) have no desc
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from spmdtypes.core.spec import Const, Expr, Iota, Operand, OpSpec, Out, Rand, Size, axes, fn, total
-from spmdtypes.ops.parts import Ints, Maybe, spread
-from spmdtypes.ops.registry import op
+from spmdtypes.core.spec import Const, Expr, Iota, OpSpec, Out, Rand, Size, axes, fn, total
+from spmdtypes.ops.parts import masked, spread
+from spmdtypes.ops.registry import Call, op
 
 B, H, S, T, D, E = axes("b h s t d e")
 SAME_WIDTH = ((D, E),)
@@ -26,209 +25,104 @@ class Scores:
     lse: Expr
 
 
-def visible(is_causal: bool, s: Expr, otherwise: Any) -> Expr:
-    return fn("where", fn("ge", Iota(S), Iota(T)), s, otherwise) if is_causal else s
-
-
-def factor(scale: float | None) -> Expr:
-    return fn("rsqrt", Size(D)) if scale is None else Const(scale)
-
-
-def scores(q: Operand, k: Operand, causal: bool, mask: Maybe, scale: float | None) -> Scores:
-    by = factor(scale)
-    raw = total("sum", [D], q[B, H, S, D] * k[B, H, T, D]) * by
-    if mask is not None:
-        shown = spread(mask, (B, H, S, T))
-        raw = fn("where", shown, raw, float("-inf")) if mask.dtype == "bool" else raw + shown
-    raw = visible(causal, raw, float("-inf"))
+def scores(a: Call) -> Scores:
+    if a.q.ref_shape[1] != a.k.ref_shape[1]:
+        raise ValueError("grouped queries inside the kernel")
+    by = fn("rsqrt", Size(D)) if a.scale is None else Const(a.scale)
+    raw = total("sum", [D], a.q[B, H, S, D] * a.k[B, H, T, D]) * by
+    if a.attn_mask is not None:
+        shown = spread(a.attn_mask, (B, H, S, T))
+        raw = fn("where", shown, raw, float("-inf")) if a.attn_mask.dtype == "bool" else raw + shown
+    if a.is_causal:
+        raw = fn("where", fn("ge", Iota(S), Iota(T)), raw, float("-inf"))
     top = total("max", [T], raw)
     e = fn("exp", raw - top)
     z = total("sum", [T], e)
     return Scores(by, raw, e / z, top + fn("log", z))
 
 
-def attention(
-    q: Operand,
-    k: Operand,
-    v: Operand,
-    causal: bool,
-    mask: Maybe = None,
-    dropout: float = 0.0,
-    scale: float | None = None,
-) -> tuple[Out, Out]:
-    if q.ref_shape[1] != k.ref_shape[1]:
-        raise ValueError("grouped queries inside the kernel")
-    p = scores(q, k, causal, mask, scale)
-    weights = p.weights * fn("opaque", Rand((B, H, S, T))) if dropout else p.weights
-    return Out((B, H, S, E), total("sum", [T], weights * v[B, H, T, E])), Out((B, H, S), p.lse)
+def forward(a: Call) -> tuple[Out, Out]:
+    p = scores(a)
+    weights = p.weights * fn("opaque", Rand((B, H, S, T))) if a.dropout_p else p.weights
+    return Out((B, H, S, E), total("sum", [T], weights * a.v[B, H, T, E])), Out((B, H, S), p.lse)
 
 
-def attention_backward(
-    grad: Operand,
-    q: Operand,
-    k: Operand,
-    v: Operand,
-    out: Operand,
-    lse: Operand,
-    causal: bool,
-    mask: Maybe = None,
-    scale: float | None = None,
-) -> tuple[Out, Out, Out]:
-    if q.ref_shape[1] != k.ref_shape[1]:
-        raise ValueError("grouped queries inside the kernel")
-    s = scores(q, k, causal, mask, scale)
-    p = fn("exp", s.raw - lse[B, H, S])
-    g = grad[B, H, S, E]
-    gp = total("sum", [E], g * v[B, H, T, E])
-    delta = total("sum", [E], g * out[B, H, S, E])
-    gs = p * (gp - delta) * s.scale
+def backward(a: Call) -> tuple[Out, Out, Out]:
+    if a.dropout_p:
+        raise ValueError("the gradient of attention with dropout")
+    s = scores(a)
+    p = fn("exp", s.raw - a.lse[B, H, S])
+    g = a.grad[B, H, S, E]
+    delta = total("sum", [E], g * a.out[B, H, S, E])
+    gs = p * (total("sum", [E], g * a.v[B, H, T, E]) - delta) * s.scale
     return (
-        Out((B, H, S, D), total("sum", [T], gs * k[B, H, T, D])),
-        Out((B, H, T, D), total("sum", [S], gs * q[B, H, S, D])),
+        Out((B, H, S, D), total("sum", [T], gs * a.k[B, H, T, D])),
+        Out((B, H, T, D), total("sum", [S], gs * a.q[B, H, S, D])),
         Out((B, H, T, E), total("sum", [S], p * g)),
     )
 
 
-@op("_scaled_dot_product_flash_attention_for_cpu")
-def flash_cpu(
-    q: Operand,
-    k: Operand,
-    v: Operand,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    attn_mask: Maybe = None,
-    scale: float | None = None,
-) -> OpSpec:
-    outs = attention(q, k, v, is_causal, attn_mask, dropout_p, scale)
-    return OpSpec.of(*outs, same=SAME_WIDTH)
+_CPU = "dropout_p=0.0 is_causal=False attn_mask=None scale=None"
+_SAVED = "grad q k v out lse"
 
 
-@op("_scaled_dot_product_flash_attention_for_cpu_backward")
-def flash_cpu_backward(
-    grad: Operand,
-    q: Operand,
-    k: Operand,
-    v: Operand,
-    out: Operand,
-    lse: Operand,
-    dropout_p: float,
-    is_causal: bool,
-    *,
-    attn_mask: Maybe = None,
-    scale: float | None = None,
-) -> OpSpec:
-    return OpSpec(attention_backward(grad, q, k, v, out, lse, is_causal, attn_mask, scale), same=SAME_WIDTH)
+@op("_scaled_dot_product_flash_attention_for_cpu", f"q k v {_CPU}")
+def flash_cpu(a: Call) -> OpSpec:
+    return OpSpec(forward(a), same=SAME_WIDTH)
 
 
-@op("_scaled_dot_product_flash_attention")
-def flash(
-    q: Operand,
-    k: Operand,
-    v: Operand,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    return_debug_mask: bool = False,
-    *,
-    scale: float | None = None,
-) -> OpSpec:
-    outs = attention(q, k, v, is_causal, None, dropout_p, scale)
-    return OpSpec((*outs, *[None] * 7), same=SAME_WIDTH)
+@op("_scaled_dot_product_flash_attention_for_cpu_backward", f"{_SAVED} {_CPU}")
+def flash_cpu_backward(a: Call) -> OpSpec:
+    return OpSpec(backward(a), same=SAME_WIDTH)
 
 
-@op("_scaled_dot_product_flash_attention_backward")
-def flash_backward(
-    grad: Operand,
-    q: Operand,
-    k: Operand,
-    v: Operand,
-    out: Operand,
-    lse: Operand,
-    cum_seq_q: Any,
-    cum_seq_k: Any,
-    max_q: Any,
-    max_k: Any,
-    dropout_p: float,
-    is_causal: bool,
-    *_: Any,
-    scale: float | None = None,
-) -> OpSpec | None:
-    if dropout_p:
+@op(
+    "_scaled_dot_product_flash_attention",
+    "q k v dropout_p=0.0 is_causal=False return_debug_mask=False scale=None attn_mask=None",
+)
+def flash(a: Call) -> OpSpec:
+    return OpSpec((*forward(a), *[None] * 7), same=SAME_WIDTH)
+
+
+@op(
+    "_scaled_dot_product_flash_attention_backward",
+    f"{_SAVED} cum_q cum_k max_q max_k dropout_p is_causal seed offset scale=None attn_mask=None",
+)
+def flash_backward(a: Call) -> OpSpec:
+    return OpSpec(backward(a), same=SAME_WIDTH)
+
+
+@op(
+    "_scaled_dot_product_efficient_attention",
+    "q k v attn_mask compute_log_sumexp dropout_p=0.0 is_causal=False scale=None",
+)
+def efficient(a: Call) -> OpSpec:
+    return OpSpec((*forward(a), None, None), same=SAME_WIDTH)
+
+
+@op(
+    "_scaled_dot_product_efficient_attention_backward",
+    "grad q k v attn_mask out lse seed offset dropout_p mask is_causal=False scale=None",
+)
+def efficient_backward(a: Call) -> OpSpec | None:
+    if a.attn_mask is not None and a.mask[3]:
         return None
-    return OpSpec(attention_backward(grad, q, k, v, out, lse, is_causal, None, scale), same=SAME_WIDTH)
+    return OpSpec((*masked(backward(a), a.mask), None), same=SAME_WIDTH)
 
 
-@op("_scaled_dot_product_efficient_attention")
-def efficient(
-    q: Operand,
-    k: Operand,
-    v: Operand,
-    attn_bias: Maybe,
-    compute_log_sumexp: bool,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-) -> OpSpec:
-    outs = attention(q, k, v, is_causal, attn_bias, dropout_p, scale)
-    return OpSpec((*outs, None, None), same=SAME_WIDTH)
+@op(
+    "_scaled_dot_product_cudnn_attention",
+    "q k v attn_mask compute_log_sumexp dropout_p=0.0 is_causal=False return_debug_mask=False scale=None",
+)
+def cudnn(a: Call) -> OpSpec:
+    return OpSpec((*forward(a), *[None] * 7), same=SAME_WIDTH)
 
 
-@op("_scaled_dot_product_efficient_attention_backward")
-def efficient_backward(
-    grad: Operand,
-    q: Operand,
-    k: Operand,
-    v: Operand,
-    attn_bias: Maybe,
-    out: Operand,
-    lse: Operand,
-    seed: Any,
-    offset: Any,
-    dropout_p: float,
-    grad_input_mask: Ints,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-) -> OpSpec | None:
-    if dropout_p or (attn_bias is not None and grad_input_mask[3]):
+@op(
+    "_scaled_dot_product_attention_math",
+    "q k v attn_mask=None dropout_p=0.0 is_causal=False dropout_mask=None scale=None enable_gqa=False",
+)
+def math(a: Call) -> OpSpec | None:
+    if a.dropout_mask is not None or a.q.ndim != 4:
         return None
-    outs = attention_backward(grad, q, k, v, out, lse, is_causal, attn_bias, scale)
-    kept = tuple(o if wanted else None for o, wanted in zip(outs, grad_input_mask))
-    return OpSpec((*kept, None), same=SAME_WIDTH)
-
-
-@op("_scaled_dot_product_cudnn_attention")
-def cudnn(
-    q: Operand,
-    k: Operand,
-    v: Operand,
-    attn_bias: Maybe,
-    compute_log_sumexp: bool,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    return_debug_mask: bool = False,
-    *,
-    scale: float | None = None,
-) -> OpSpec:
-    outs = attention(q, k, v, is_causal, attn_bias, dropout_p, scale)
-    return OpSpec((*outs, *[None] * 7), same=SAME_WIDTH)
-
-
-@op("_scaled_dot_product_attention_math")
-def math(
-    q: Operand,
-    k: Operand,
-    v: Operand,
-    attn_mask: Maybe = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    dropout_mask: Maybe = None,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> OpSpec | None:
-    if dropout_mask is not None or q.ndim != 4:
-        return None
-    out, _ = attention(q, k, v, is_causal, attn_mask, dropout_p, scale)
-    return OpSpec.of(out, None, same=SAME_WIDTH)
+    return OpSpec.of(forward(a)[0], None, same=SAME_WIDTH)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import floordiv
 from typing import Any
 
 from spmdtypes.core.spec import ONE, Const, Expr, Iota, Operand, OpSpec, Out, Var, expr, fn, total
@@ -233,14 +234,12 @@ def take(x: Operand, index: Operand) -> OpSpec | None:
     return OpSpec.of(Out(tuple(vars), x[index[tuple(vars)]]))
 
 
-def _resized(grad: Operand, sizes: Ints, d: int, at: Any, hit: Expr, vars: list[Var]) -> OpSpec:
-    """`grad` placed inside zeros: read at `at` along `d` where `hit`, zero elsewhere."""
-    lead = replaced(vars, {d: at})
-    return OpSpec.of(Out(tuple(vars), fn("where", hit, grad[lead], 0)), sizes={vars[d]: sizes[d]})
-
-
-def _is_whole(x: Operand, sizes: Ints, d: int) -> bool:
-    return bool(local(sizes[d]) == x.shape[d] and ref(sizes[d]) == x.ref_shape[d])
+def _block(sizes: Any, start: Any, width: Any) -> tuple[Any, int] | None:
+    """(how many blocks of `width` make `sizes`, which one begins at `start`), if that is so in both programs."""
+    if not all(f(width) and f(sizes) % f(width) == 0 and f(start) % f(width) == 0 for f in (local, ref)):
+        return None
+    count, place = both(floordiv, sizes, width), both(floordiv, start, width)
+    return (count, place) if isinstance(count, int) and isinstance(place, int) and count > 1 else None
 
 
 def _begin(start: Any, n: Any) -> Any:
@@ -248,18 +247,30 @@ def _begin(start: Any, n: Any) -> Any:
     return number(local(at), ref(at), rank_steps((1, start)))
 
 
+def _inside(at: Var, start: Any, step: int, length: Any) -> tuple[Expr, Expr]:
+    """(whether position `at` is one of `length` positions from `start` by `step`, which one)"""
+    offset = Iota(at) - Const(start)
+    which = fn("floordiv", offset, step) if step != 1 else offset
+    hit = fn("and", fn("ge", offset, 0), fn("lt", which, Const(length)))
+    return (fn("and", hit, fn("eq", fn("mod", offset, step), 0)) if step != 1 else hit), which
+
+
 @op("slice_backward")
 def slice_backward(grad: Operand, input_sizes: Ints, dim: int, start: Any, end: Any, step: int) -> OpSpec:
-    d = wrap_dim(dim, grad.ndim)
-    vars = names(grad.ndim)
-    if step == 1 and _is_whole(grad, input_sizes, d):
+    """`grad` inside zeros. A slice that is one of several equal blocks is a digit of its own."""
+    d, vars, n = wrap_dim(dim, grad.ndim), names(grad.ndim), size_of(grad, dim)
+    size, begin = input_sizes[d], _begin(start, input_sizes[d])
+    if step == 1 and (local(size), ref(size)) == (local(n), ref(n)):
         return OpSpec.of(Out(tuple(vars), grad[tuple(vars)]))
-    offset = Iota(vars[d]) - Const(_begin(start, input_sizes[d]))
-    at = fn("floordiv", offset, step) if step != 1 else offset
-    hit = fn("and", fn("ge", offset, 0), fn("lt", at, Const(size_of(grad, d))))
-    if step != 1:
-        hit = fn("and", hit, fn("eq", fn("mod", offset, step), 0))
-    return _resized(grad, input_sizes, d, at, hit, vars)
+    block = _block(size, begin, n) if step == 1 else None
+    if block:
+        count, which = Var("block"), block[1]
+        value = fn("where", fn("eq", Iota(count), which), grad[tuple(vars)], 0)
+        return OpSpec.of(Out(replaced(vars, {d: (count, vars[d])}), value), sizes={count: block[0]})
+    hit, at = _inside(vars[d], begin, step, n)
+    return OpSpec.of(
+        Out(tuple(vars), fn("where", hit, grad[replaced(vars, {d: at})], 0)), sizes={vars[d]: size}
+    )
 
 
 @op("select_backward")
@@ -284,15 +295,10 @@ def select_backward(grad: Operand, input_sizes: Ints, dim: int, index: Any) -> O
 def slice_scatter(
     x: Operand, src: Operand, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
 ) -> OpSpec:
-    d = wrap_dim(dim, x.ndim)
-    vars = names(x.ndim)
+    d, vars = wrap_dim(dim, x.ndim), names(x.ndim)
     if step == 1 and size_of(src, d) == size_of(x, d):
         return OpSpec.of(Out(tuple(vars), src[tuple(vars)]), uses=(shaped_like(x, vars),))
-    offset = Iota(vars[d]) - Const(_begin(start, size_of(x, d)))
-    at = fn("floordiv", offset, step) if step != 1 else offset
-    hit = fn("and", fn("ge", offset, 0), fn("lt", at, Const(size_of(src, d))))
-    if step != 1:
-        hit = fn("and", hit, fn("eq", fn("mod", offset, step), 0))
+    hit, at = _inside(vars[d], _begin(start, size_of(x, d)), step, size_of(src, d))
     return OpSpec.of(Out(tuple(vars), fn("where", hit, src[replaced(vars, {d: at})], x[tuple(vars)])))
 
 

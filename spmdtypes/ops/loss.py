@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from spmdtypes.core.spec import Const, Expr, Iota, Operand, OpSpec, Out, Size, Var, expr, fn, mean, total
-from spmdtypes.ops.parts import Ints, Maybe, broadcast, names, shaped_like, wrap_dim
+from spmdtypes.ops.parts import Ints, Maybe, broadcast, extent, names, shaped_like, wrap_dim
 from spmdtypes.ops.registry import op
 
 Pair = Callable[..., Expr]
@@ -162,26 +162,21 @@ def nll_loss(
     batch, space = (places[:1], places[1:]) if x.ndim > 1 else ((), ())
     each = -x[(*batch, target[places], *space)] * weights
     each = fn("where", valid, each, 0)
+    shapes = (shaped_like(x, (*batch, Var("c"), *space)),)
     if reduction == 0:
         return OpSpec.of(Out(places, each), Out((), Const(0)))
     lossless = weight is None and ignore_index < 0
     if reduction == 1 and lossless:
         assumed = (f"no target equals ignore_index={ignore_index}",)
-        return OpSpec.of(Out((), mean(places, each)), Out((), _extent(places)), assumes=assumed)
+        return OpSpec.of(Out((), mean(places, each)), Out((), extent(places)), uses=shapes, assumes=assumed)
     sum_of_weights = total("sum", places, fn("where", valid, weights, 0))
     loss = total("sum", places, each)
-    return OpSpec.of(Out((), loss / sum_of_weights if reduction == 1 else loss), Out((), sum_of_weights))
+    loss = loss / sum_of_weights if reduction == 1 else loss
+    return OpSpec.of(Out((), loss), Out((), sum_of_weights), uses=shapes)
 
 
 def _counted(t: Expr, weight: Maybe, ignore_index: int) -> tuple[Expr, Expr]:
     return fn("ne", t, ignore_index), expr(1) if weight is None else weight[t]
-
-
-def _extent(places: tuple[Var, ...]) -> Expr:
-    count: Expr = expr(1)
-    for v in places:
-        count = count * Size(v)
-    return count
 
 
 @op("nll_loss_backward nll_loss2d_backward")

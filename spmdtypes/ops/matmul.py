@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 from spmdtypes.core.spec import ONE, Const, Expr, Iota, Load, Operand, OpSpec, Out, Var, axes, fn, total
 from spmdtypes.graph import Lit
-from spmdtypes.ops.parts import Ints, Maybe, both, broadcast, local, names, ref, shaped_like, size_of, spread
+from spmdtypes.ops.parts import (
+    Maybe,
+    both,
+    broadcast,
+    local,
+    masked,
+    names,
+    ref,
+    shaped_like,
+    size_of,
+    spread,
+)
 from spmdtypes.ops.reduce import norm
-from spmdtypes.ops.registry import op
+from spmdtypes.ops.registry import Call, op
 
 
 def contraction(equation: str, *operands: Operand) -> tuple[tuple[Var, ...], Expr]:
@@ -113,140 +125,102 @@ def cdist_backward(grad: Operand, a: Operand, b: Operand, p: float, dist: Operan
 
 
 class _Conv:
-    """Index arithmetic of a convolution: which input position a (output, kernel) pair meets."""
+    """Index arithmetic of a convolution call: which positions an output and a kernel tap meet."""
 
-    def __init__(
-        self,
-        stride: Sequence[int],
-        padding: Sequence[int],
-        dilation: Sequence[int],
-        transposed: bool,
-        groups: Any,
-    ):
-        self.stride, self.padding, self.dilation = stride, padding, dilation
-        self.transposed, self.groups = transposed, groups
+    def __init__(self, a: Call) -> None:
+        self.a, self.n = a, a.x.ndim - 2
+        self.small, self.big, self.taps = (names(self.n, p) for p in "yzk")
+        self.b, self.o, self.c = axes("b o c")
+        one = local(a.groups) == 1 == ref(a.groups)
+        per_group = both(lambda o, g: o // g, size_of(a.w, 0), a.groups)
+        depthwise = not one and size_of(a.w, 1) == 1 and local(per_group) == 1 == ref(per_group)
+        self.grouped = not one and not depthwise
+        width = Const(size_of(a.w, 1))
+        first = fn("floordiv", Iota(self.o), Const(per_group)) * width
+        # the input channel of output channel `o` and in-group channel `c`
+        self.channel: Any = self.c if one else self.o if depthwise else first + Iota(self.c)
+        self.inner = () if depthwise else (self.c,)
+        self.weight = (self.o, *(self.inner or (ONE,)), *self.taps)
 
-    def step(self, seq: Sequence[int], d: int) -> int:
-        return seq[d] if len(seq) > d else seq[0]
+    def _at(self, option: Sequence[int], d: int) -> int:
+        return option[d] if len(option) > d else option[0]
 
-    def big(self, small: Var, kernel: Var, d: int) -> Expr:
-        """Position on the larger side: small * stride + kernel * dilation - padding."""
-        at = Iota(small) * self.step(self.stride, d) + Iota(kernel) * self.step(self.dilation, d)
-        return at - self.step(self.padding, d)
+    def numbers(self, d: int) -> tuple[int, int, int]:
+        """(stride, padding, dilation)"""
+        return self._at(self.a.stride, d), self._at(self.a.padding, d), self._at(self.a.dilation, d)
 
-    def size(self, x: Operand, w: Operand, d: int, extra: int = 0) -> Any:
-        s, p, dil = self.step(self.stride, d), self.step(self.padding, d), self.step(self.dilation, d)
+    def extent(self, d: int) -> Any:
+        s, p, dil = self.numbers(d)
+        extra = self._at(self.a.output_padding, d) if self.a.transposed else 0
 
-        def extent(n: int, k: int) -> int:
-            if self.transposed:
-                return (n - 1) * s - 2 * p + dil * (k - 1) + extra + 1
-            return (n + 2 * p - dil * (k - 1) - 1) // s + 1
+        def size(n: int, k: int) -> int:
+            reach = dil * (k - 1) + 1
+            return (n - 1) * s - 2 * p + reach + extra if self.a.transposed else (n + 2 * p - reach) // s + 1
 
-        return both(extent, size_of(x, d + 2), size_of(w, d + 2))
+        return both(size, size_of(self.a.x, d + 2), size_of(self.a.w, d + 2))
+
+    def inputs(self, x: Operand) -> Expr:
+        """`x` where (output position, tap) meet it; 0 in the padding."""
+        at, inside = [], []
+        for d in range(self.n):
+            s, p, dil = self.numbers(d)
+            at.append(Iota(self.small[d]) * s + Iota(self.taps[d]) * dil - p)
+            inside += _inside(at[-1], size_of(x, d + 2))
+        return fn("where", _all(inside), x[(self.b, self.channel, *at)], 0)
+
+    def outputs(self, g: Operand, channel: Var) -> Expr:
+        """`g` at the output position that meets an input position through a tap, if any."""
+        at, inside = [], []
+        for d in range(self.n):
+            s, p, dil = self.numbers(d)
+            offset = Iota(self.big[d]) + p - Iota(self.taps[d]) * dil
+            at.append(fn("floordiv", offset, s) if s != 1 else offset)
+            inside += _inside(at[-1], size_of(g, d + 2))
+            inside += [fn("eq", fn("mod", offset, s), 0)] if s != 1 else []
+        return fn("where", _all(inside), g[(self.b, channel, *at)], 0)
 
 
-def _inside(position: Expr, extent: Any) -> Expr:
-    return fn("and", fn("ge", position, 0), fn("lt", position, Const(extent)))
+def _inside(position: Expr, size: Any) -> list[Expr]:
+    return [fn("ge", position, 0), fn("lt", position, Const(size))]
 
 
 def _all(conditions: Sequence[Expr]) -> Expr:
-    value = conditions[0]
-    for c in conditions[1:]:
-        value = fn("and", value, c)
-    return value
+    return reduce(lambda a, b: fn("and", a, b), conditions)
 
 
-def _channels(groups: Any, w: Operand, out: Var, inner: Var) -> Any:
-    """The input channel of output channel `out` and in-group channel `inner`."""
-    if local(groups) == 1 == ref(groups):
-        return inner
-    per_group = both(lambda o, g: o // g, size_of(w, 0), groups)
-    if size_of(w, 1) == 1 and local(per_group) == 1 == ref(per_group):
-        return out
-    return fn("floordiv", Iota(out), Const(per_group)) * Const(size_of(w, 1)) + Iota(inner)
+_CONVOLUTION = "stride padding dilation transposed output_padding groups"
 
 
-def _read_x(x: Operand, b: Var, channel: Any, places: list[Expr]) -> Expr:
-    inside = _all([_inside(p, size_of(x, d + 2)) for d, p in enumerate(places)])
-    return fn("where", inside, x[(b, channel, *places)], 0)
-
-
-@op("convolution convolution_overrideable _convolution mkldnn_convolution")
-def convolution(
-    x: Operand,
-    w: Operand,
-    bias: Maybe,
-    stride: Ints,
-    padding: Ints,
-    dilation: Ints,
-    transposed: bool,
-    output_padding: Ints,
-    groups: Any,
-    *_: Any,
-) -> OpSpec | None:
-    n = x.ndim - 2
-    conv = _Conv(stride, padding, dilation, transposed, groups)
-    b, o, c = axes("b o c")
-    small, kernel = names(n, "y"), names(n, "k")
-    sizes = {small[d]: conv.size(x, w, d, output_padding[d] if transposed else 0) for d in range(n)}
-    if transposed:
-        if not (local(groups) == 1 == ref(groups)):
+@op(
+    "convolution convolution_overrideable _convolution",
+    f"x w bias {_CONVOLUTION} benchmark=False deterministic=False cudnn_enabled=True allow_tf32=True",
+)
+def convolution(a: Call) -> OpSpec | None:
+    v = _Conv(a)
+    if a.transposed:
+        if v.inner != (v.c,) or v.channel is not v.c:
             return None
-        value = total("sum", [c, *kernel], _scattered(conv, x, (b, c), small, kernel) * w[(c, o, *kernel)])
+        out = v.big
+        value = total("sum", [v.c, *v.taps], v.outputs(a.x, v.c) * a.w[(v.c, v.o, *v.taps)])
     else:
-        channel = _channels(groups, w, o, c)
-        places = [conv.big(small[d], kernel[d], d) for d in range(n)]
-        inner = () if channel is o else (c,)
-        weight = w[(o, *(inner or (ONE,)), *kernel)]
-        value = total("sum", [*inner, *kernel], _read_x(x, b, channel, places) * weight)
-    return OpSpec.of(Out((b, o, *small), value if bias is None else value + bias[o]), sizes=sizes)
+        out = v.small
+        value = total("sum", [*v.inner, *v.taps], v.inputs(a.x) * a.w[v.weight])
+    sizes = {out[d]: v.extent(d) for d in range(v.n)}
+    return OpSpec.of(Out((v.b, v.o, *out), value if a.bias is None else value + a.bias[v.o]), sizes=sizes)
 
 
-def _scattered(conv: _Conv, g: Operand, lead: tuple[Any, ...], big: list[Var], kernel: list[Var]) -> Expr:
-    """`g` on the small side, seen from a position of the large side through one kernel tap."""
-    at, conditions = [], []
-    for d, (v, k) in enumerate(zip(big, kernel)):
-        s = conv.step(conv.stride, d)
-        offset = Iota(v) + conv.step(conv.padding, d) - Iota(k) * conv.step(conv.dilation, d)
-        at.append(fn("floordiv", offset, s) if s != 1 else offset)
-        conditions.append(_inside(at[-1], size_of(g, d + 2)))
-        if s != 1:
-            conditions.append(fn("eq", fn("mod", offset, s), 0))
-    return fn("where", _all(conditions), g[(*lead, *at)], 0)
-
-
-@op("convolution_backward")
-def convolution_backward(
-    grad: Operand,
-    x: Operand,
-    w: Operand,
-    bias_sizes: Any,
-    stride: Ints,
-    padding: Ints,
-    dilation: Ints,
-    transposed: bool,
-    output_padding: Ints,
-    groups: Any,
-    output_mask: Ints,
-) -> OpSpec | None:
-    n = x.ndim - 2
-    conv = _Conv(stride, padding, dilation, transposed, groups)
-    b, o, c = axes("b o c")
-    small, big, kernel = names(n, "y"), names(n, "z"), names(n, "k")
-    if transposed:
+@op("convolution_backward", f"grad x w bias_sizes {_CONVOLUTION} mask")
+def convolution_backward(a: Call) -> OpSpec | None:
+    v = _Conv(a)
+    if a.transposed or v.grouped:
         return None
-    channel = _channels(groups, w, o, c)
-    grouped = channel is not c
-    if grouped and channel is not o:
-        return None
-    through = _scattered(conv, grad, (b, o), big, kernel)
-    places = [conv.big(small[d], kernel[d], d) for d in range(n)]
-    weight_index = (o, ONE if grouped else c, *kernel)
-    gx = total("sum", [*([] if grouped else [o]), *kernel], through * w[weight_index])
-    gw = total("sum", [b, *small], grad[(b, o, *small)] * _read_x(x, b, channel, places))
-    gb = total("sum", [b, *small], grad[(b, o, *small)])
-    outs = (Out((b, o if grouped else c, *big), gx), Out(weight_index, gw), Out((o,), gb))
-    return OpSpec(
-        tuple(out if wanted else None for out, wanted in zip(outs, output_mask)),
-        uses=(shaped_like(x, (b, o if grouped else c, *big)), shaped_like(w, weight_index)),
+    image = (v.b, v.channel, *v.big)
+    over = [v.b, *v.small]
+    gx = total("sum", [*([v.o] if v.inner else []), *v.taps], v.outputs(a.grad, v.o) * a.w[v.weight])
+    g = a.grad[(v.b, v.o, *v.small)]
+    outs = (
+        Out(image, gx),
+        Out(v.weight, total("sum", over, g * v.inputs(a.x))),
+        Out((v.o,), total("sum", over, g)),
     )
+    return OpSpec(masked(outs, a.mask), uses=(shaped_like(a.x, image), shaped_like(a.w, v.weight)))

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
-from spmdtypes.core.spec import ONE, Const, Expr, Iota, Operand, OpSpec, Out, Size, Var, fn, mean, total
-from spmdtypes.ops.parts import Ints, Maybe, names, shaped_like, size_of
-from spmdtypes.ops.registry import op
+from spmdtypes.core.spec import ONE, Const, Expr, Iota, Operand, OpSpec, Out, Var, fn, mean, total
+from spmdtypes.ops.parts import Maybe, extent, local, masked, names, shaped_like, size_of
+from spmdtypes.ops.registry import Call, op
+
+EPS = {"f64": 2.220446049250313e-16, "f32": 1.1920928955078125e-07, "bf16": 0.0078125, "f16": 0.0009765625}
 
 
-def masked(outs: tuple[Out, ...], mask: Ints) -> tuple[Out | None, ...]:
-    return tuple(o if wanted else None for o, wanted in zip(outs, mask))
-
-
-def _split(x: Operand, normalized: Ints) -> tuple[list[Var], list[Var], list[Var]]:
-    vars = names(x.ndim)
-    cut = x.ndim - len(normalized)
-    return vars, vars[:cut], vars[cut:]
-
-
-def _stat(outer: list[Var], inner: list[Var]) -> tuple[Any, ...]:
-    return (*outer, *[ONE] * len(inner))
+def _split(
+    x: Operand, normalized: list[Any]
+) -> tuple[tuple[Var, ...], list[Var], list[Var], tuple[Any, ...]]:
+    """All variables, those outside and inside the normalised dims, and the dims of a statistic."""
+    vars, cut = names(x.ndim), x.ndim - len(normalized)
+    return tuple(vars), vars[:cut], vars[cut:], (*vars[:cut], *[ONE] * len(normalized))
 
 
 def centred(over: list[Var], x: Expr, eps: Any) -> tuple[Expr, Expr, Expr]:
@@ -40,264 +37,190 @@ def centred_backward(over: list[Var], g: Expr, xhat: Expr, r: Expr) -> Expr:
     return r * (g - mean(over, g) - xhat * mean(over, g * xhat))
 
 
-@op("native_layer_norm")
-def layer_norm(x: Operand, normalized_shape: Ints, w: Maybe, b: Maybe, eps: float) -> OpSpec:
-    vars, outer, inner = _split(x, normalized_shape)
-    m, r, y = centred(inner, x[tuple(vars)], eps)
-    stat = _stat(outer, inner)
-    return OpSpec.of(Out(tuple(vars), affine(y, w, b, tuple(inner))), Out(stat, m), Out(stat, r))
+@op("native_layer_norm", "x shape w b eps")
+def layer_norm(a: Call) -> OpSpec:
+    vars, _, inner, stat = _split(a.x, a.shape)
+    m, r, y = centred(inner, a.x[vars], a.eps)
+    return OpSpec.of(Out(vars, affine(y, a.w, a.b, tuple(inner))), Out(stat, m), Out(stat, r))
 
 
-@op("native_layer_norm_backward")
-def layer_norm_backward(
-    grad: Operand,
-    x: Operand,
-    normalized_shape: Ints,
-    m: Operand,
-    r: Operand,
-    w: Maybe,
-    b: Maybe,
-    output_mask: Ints,
-) -> OpSpec:
-    vars, outer, inner = _split(x, normalized_shape)
-    stat = _stat(outer, inner)
-    g, rs = grad[tuple(vars)], r[stat]
-    xhat = (x[tuple(vars)] - m[stat]) * rs
-    scaled = affine(g, w, None, tuple(inner))
+@op("layer_norm", "x shape w=None b=None eps=1e-5 cudnn=True")
+def layer_norm_only(a: Call) -> OpSpec:
+    return OpSpec(layer_norm(a).outs[:1])
+
+
+@op("native_layer_norm_backward", "grad x shape mean rstd w b mask")
+def layer_norm_backward(a: Call) -> OpSpec:
+    vars, outer, inner, stat = _split(a.x, a.shape)
+    g, r = a.grad[vars], a.rstd[stat]
+    xhat = (a.x[vars] - a.mean[stat]) * r
     outs = (
-        Out(tuple(vars), centred_backward(inner, scaled, xhat, rs)),
+        Out(vars, centred_backward(inner, affine(g, a.w, None, tuple(inner)), xhat, r)),
         Out(tuple(inner), total("sum", outer, g * xhat)),
         Out(tuple(inner), total("sum", outer, g)),
     )
-    return OpSpec(masked(outs, output_mask), uses=(shaped_like(b, inner),) if b is not None else ())
+    shapes = (shaped_like(a.x, vars), *(() if a.b is None else (shaped_like(a.b, inner),)))
+    return OpSpec(masked(outs, a.mask), uses=shapes)
 
 
-@op("_fused_rms_norm")
-def rms_norm(x: Operand, normalized_shape: Ints, w: Maybe, eps: float | None) -> OpSpec:
-    vars, outer, inner = _split(x, normalized_shape)
-    value = x[tuple(vars)]
-    r = fn("rsqrt", mean(inner, fn("sq", value)) + (EPS.get(x.dtype, 0.0) if eps is None else eps))
-    return OpSpec.of(Out(tuple(vars), affine(value * r, w, None, tuple(inner))), Out(_stat(outer, inner), r))
+@op("_fused_rms_norm", "x shape w eps")
+def rms_norm(a: Call) -> OpSpec:
+    vars, _, inner, stat = _split(a.x, a.shape)
+    value, eps = a.x[vars], EPS.get(a.x.dtype, 0.0) if a.eps is None else a.eps
+    r = fn("rsqrt", mean(inner, fn("sq", value)) + eps)
+    return OpSpec.of(Out(vars, affine(value * r, a.w, None, tuple(inner))), Out(stat, r))
 
 
-EPS = {"f64": 2.220446049250313e-16, "f32": 1.1920928955078125e-07, "bf16": 0.0078125, "f16": 0.0009765625}
+@op("rms_norm", "x shape w=None eps=None")
+def rms_norm_only(a: Call) -> OpSpec:
+    return OpSpec(rms_norm(a).outs[:1])
 
 
-@op("rms_norm")
-def rms_norm_only(x: Operand, normalized_shape: Ints, w: Maybe = None, eps: float | None = None) -> OpSpec:
-    return OpSpec(rms_norm(x, normalized_shape, w, eps).outs[:1])
-
-
-@op("layer_norm")
-def layer_norm_only(
-    x: Operand, shape: Ints, w: Maybe = None, b: Maybe = None, eps: float = 1e-5, *_: Any
-) -> OpSpec:
-    return OpSpec(layer_norm(x, shape, w, b, eps).outs[:1])
-
-
-@op("_fused_rms_norm_backward")
-def rms_norm_backward(
-    grad: Operand, x: Operand, normalized_shape: Ints, r: Operand, w: Maybe, output_mask: Ints
-) -> OpSpec:
-    vars, outer, inner = _split(x, normalized_shape)
-    rs = r[_stat(outer, inner)]
-    xhat = x[tuple(vars)] * rs
-    g = grad[tuple(vars)]
-    scaled = affine(g, w, None, tuple(inner))
+@op("_fused_rms_norm_backward", "grad x shape rstd w mask")
+def rms_norm_backward(a: Call) -> OpSpec:
+    vars, outer, inner, stat = _split(a.x, a.shape)
+    g, r = a.grad[vars], a.rstd[stat]
+    xhat, scaled = a.x[vars] * r, affine(g, a.w, None, tuple(inner))
     outs = (
-        Out(tuple(vars), rs * (scaled - xhat * mean(inner, scaled * xhat))),
+        Out(vars, r * (scaled - xhat * mean(inner, scaled * xhat))),
         Out(tuple(inner), total("sum", outer, g * xhat)),
     )
-    return OpSpec(masked(outs, output_mask))
+    return OpSpec(masked(outs, a.mask), uses=(shaped_like(a.x, vars),))
 
 
-def _channel(x: Operand) -> tuple[list[Var], Var, list[Var]]:
+def _channel(x: Operand) -> tuple[tuple[Var, ...], Var, list[Var]]:
     vars = names(x.ndim)
-    return vars, vars[1], [vars[0], *vars[2:]]
+    return tuple(vars), vars[1], [vars[0], *vars[2:]]
 
 
-def _batch_norm(
-    x: Operand, w: Maybe, b: Maybe, mean_: Maybe, var_: Maybe, training: bool, momentum: float, eps: float
-) -> tuple[Out, ...]:
+def _batch_norm(a: Call) -> tuple[Out, ...]:
     """(output, saved mean, saved 1/deviation, new running mean, new running variance)."""
-    vars, c, over = _channel(x)
-    value = x[tuple(vars)]
-    if not training:
-        assert mean_ is not None and var_ is not None
-        r = fn("rsqrt", var_[c] + eps)
-        y = affine((value - mean_[c]) * r, w, b, (c,))
-        nothing = Out((_empty(),), Const(0))
-        return Out(tuple(vars), y), nothing, nothing, Out((c,), mean_[c]), Out((c,), var_[c])
-    m, r, y = centred(over, value, eps)
+    vars, c, over = _channel(a.x)
+    value = a.x[vars]
+    if not a.training:
+        r = fn("rsqrt", a.rv[c] + a.eps)
+        y = affine((value - a.rm[c]) * r, a.w, a.b, (c,))
+        nothing = Out((_NONE,), Const(0))
+        return Out(vars, y), nothing, nothing, Out((c,), a.rm[c]), Out((c,), a.rv[c])
+    m, r, y = centred(over, value, a.eps)
     stats = [Out((c,), m), Out((c,), r)]
-    if mean_ is not None and var_ is not None:
-        count: Expr = Size(over[0])
-        for v in over[1:]:
-            count = count * Size(v)
-        unbiased = total("sum", over, fn("sq", value - m)) / (count - 1)
-        stats.append(Out((c,), mean_[c] * (1 - momentum) + m * momentum))
-        stats.append(Out((c,), var_[c] * (1 - momentum) + unbiased * momentum))
-    return Out(tuple(vars), affine(y, w, b, (c,))), *stats
+    if a.rm is not None:
+        unbiased = total("sum", over, fn("sq", value - m)) / (extent(over) - 1)
+        stats.append(Out((c,), a.rm[c] * (1 - a.momentum) + m * a.momentum))
+        stats.append(Out((c,), a.rv[c] * (1 - a.momentum) + unbiased * a.momentum))
+    return Out(vars, affine(y, a.w, a.b, (c,))), *stats
 
 
-def _empty() -> Var:
-    return Var("none")
+_NONE = Var("none")
+_BATCH = "x w b rm rv"
 
 
-def _norm_spec(x: Operand, outs: tuple[Out, ...]) -> OpSpec:
-    none = _empty()
-    return OpSpec(outs, sizes={none: 0} if any(none in o.vars for o in outs) else {})
+def _with_empty(outs: tuple[Out | None, ...]) -> OpSpec:
+    return OpSpec(outs, sizes={_NONE: 0} if any(o and _NONE in o.vars for o in outs) else {})
 
 
-@op("native_batch_norm _native_batch_norm_legit cudnn_batch_norm miopen_batch_norm")
-def batch_norm(
-    x: Operand,
-    w: Maybe,
-    b: Maybe,
-    running_mean: Maybe,
-    running_var: Maybe,
-    training: bool,
-    momentum: float,
-    eps: float,
-) -> OpSpec:
-    return _norm_spec(x, _batch_norm(x, w, b, running_mean, running_var, training, momentum, eps)[:3])
+@op(
+    "native_batch_norm _native_batch_norm_legit cudnn_batch_norm miopen_batch_norm",
+    f"{_BATCH} training momentum eps",
+)
+def batch_norm(a: Call) -> OpSpec:
+    return _with_empty(_batch_norm(a)[:3])
 
 
-@op("_native_batch_norm_legit_functional")
-def batch_norm_functional(*args: Any) -> OpSpec:
-    return _norm_spec(args[0], _batch_norm(*args))
+@op("_native_batch_norm_legit_functional", f"{_BATCH} training momentum eps")
+def batch_norm_functional(a: Call) -> OpSpec:
+    return _with_empty(_batch_norm(a))
 
 
-@op("_native_batch_norm_legit.no_stats")
-def batch_norm_no_stats(
-    x: Operand, w: Maybe, b: Maybe, training: bool, momentum: float, eps: float
-) -> OpSpec:
-    return _norm_spec(x, _batch_norm(x, w, b, None, None, training, momentum, eps)[:3])
+@op("_native_batch_norm_legit.no_stats", "x w b training momentum eps rm=None rv=None")
+def batch_norm_no_stats(a: Call) -> OpSpec:
+    return _with_empty(_batch_norm(a)[:3])
 
 
-@op("_native_batch_norm_legit_no_training")
-def batch_norm_no_training(
-    x: Operand, w: Maybe, b: Maybe, m: Operand, v: Operand, momentum: float, eps: float
-) -> OpSpec:
-    return _norm_spec(x, _batch_norm(x, w, b, m, v, False, momentum, eps)[:3])
+@op("_native_batch_norm_legit_no_training", f"{_BATCH} momentum eps training=False")
+def batch_norm_no_training(a: Call) -> OpSpec:
+    return _with_empty(_batch_norm(a)[:3])
 
 
-@op("_batch_norm_with_update_functional")
-def batch_norm_with_update(
-    x: Operand, w: Maybe, b: Maybe, m: Operand, v: Operand, momentum: float, eps: float
-) -> OpSpec:
-    y, mean_, r, *running = _batch_norm(x, w, b, m, v, True, momentum, eps)
-    return OpSpec((y, mean_, r, None, *running))
+@op("_batch_norm_with_update_functional", f"{_BATCH} momentum eps training=True")
+def batch_norm_with_update(a: Call) -> OpSpec:
+    y, m, r, *running = _batch_norm(a)
+    return OpSpec((y, m, r, None, *running))
 
 
-@op("_batch_norm_with_update")
-def batch_norm_update(*args: Any) -> OpSpec:
-    return OpSpec(batch_norm_with_update(*args).outs[:4])
+@op("_batch_norm_with_update", f"{_BATCH} momentum eps training=True")
+def batch_norm_update(a: Call) -> OpSpec:
+    return OpSpec((*_batch_norm(a)[:3], None))
 
 
-@op("native_batch_norm_backward")
-def batch_norm_backward(
-    grad: Operand,
-    x: Operand,
-    w: Maybe,
-    running_mean: Maybe,
-    running_var: Maybe,
-    save_mean: Maybe,
-    save_invstd: Maybe,
-    train: bool,
-    eps: float,
-    output_mask: Ints,
-) -> OpSpec:
-    vars, c, over = _channel(x)
-    g, value = grad[tuple(vars)], x[tuple(vars)]
-    if train:
-        assert save_mean is not None and save_invstd is not None
-        m, r = save_mean[c], save_invstd[c]
-    else:
-        assert running_mean is not None and running_var is not None
-        m, r = running_mean[c], fn("rsqrt", running_var[c] + eps)
-    xhat = (value - m) * r
-    scaled = affine(g, w, None, (c,))
+@op("native_batch_norm_backward batch_norm_backward", "grad x w rm rv mean rstd train eps mask reserve=None")
+def batch_norm_backward(a: Call) -> OpSpec:
+    vars, c, over = _channel(a.x)
+    g, value = a.grad[vars], a.x[vars]
+    m, r = (a.mean[c], a.rstd[c]) if a.train else (a.rm[c], fn("rsqrt", a.rv[c] + a.eps))
+    xhat, scaled = (value - m) * r, affine(g, a.w, None, (c,))
     outs = (
-        Out(tuple(vars), centred_backward(over, scaled, xhat, r) if train else scaled * r),
+        Out(vars, centred_backward(over, scaled, xhat, r) if a.train else scaled * r),
         Out((c,), total("sum", over, g * xhat)),
         Out((c,), total("sum", over, g)),
     )
-    return OpSpec(masked(outs, output_mask))
+    return OpSpec(masked(outs, a.mask), uses=(shaped_like(a.x, vars),))
 
 
-@op("native_group_norm")
-def group_norm(
-    x: Operand, w: Maybe, b: Maybe, N: Any, C: Any, HxW: Any, group: Any, eps: float
-) -> OpSpec | None:
-    """Statistics couple the channels of a group: channels must be whole unless groups are dims."""
-    vars = names(x.ndim)
-    n, c, space = vars[0], vars[1], vars[2:]
-    other, inner, g = Var("other"), [Var(f"s{d}") for d in range(len(space))], Var("group")
-    per_group = size_of(x, 1) // group if isinstance(group, int) and isinstance(size_of(x, 1), int) else None
-    if per_group is None:
-        return None
-    value = x[(n, other, *inner)]
+class _Groups:
+    """Index arithmetic of a group norm: which channels share statistics."""
 
-    def stats(of_group: Expr) -> tuple[Expr, Expr]:
-        mine = fn("eq", fn("floordiv", Iota(other), per_group), of_group)
-        count: Expr = Const(per_group)
-        for v in inner:
-            count = count * Size(v)
-        m = total("sum", [other, *inner], mine * value) / count
-        square = total("sum", [other, *inner], mine * fn("sq", value - m)) / count
-        return m, fn("rsqrt", square + eps)
+    def __init__(self, a: Call) -> None:
+        x, group, channels = a.x, a.group, size_of(a.x, 1)
+        if (local(a.N), local(a.C), local(a.HxW)) != (*x.shape[:2], prod(x.shape[2:])):
+            raise ValueError("sizes that are not those of the input")
+        if not (isinstance(channels, int) and isinstance(group, int)):
+            raise ValueError("groups of channels that are cut")
+        self.vars = tuple(names(x.ndim))
+        self.n, self.c, self.space = self.vars[0], self.vars[1], list(self.vars[2:])
+        self.width, self.other = channels // group, Var("other")
+        self.over = [self.other, *(Var(f"s{d}") for d in range(len(self.space)))]
 
-    m, r = stats(fn("floordiv", Iota(c), per_group))
-    y = affine((x[tuple(vars)] - m) * r, w, b, (c,))
+    def of(self, channel: Var) -> Expr:
+        return fn("floordiv", Iota(channel), self.width)
+
+    def mean(self, group: Expr, value: Expr) -> Expr:
+        """Over the positions `over` whose channel is in `group`."""
+        members = fn("eq", self.of(self.other), group) * value
+        return total("sum", self.over, members) / (extent(self.over[1:]) * self.width)
+
+
+@op("native_group_norm", "x w b N C HxW group eps")
+def group_norm(a: Call) -> OpSpec:
+    s, g = _Groups(a), Var("group")
+    inner = a.x[(s.n, *s.over)]
+
+    def stats(group: Expr) -> tuple[Expr, Expr]:
+        m = s.mean(group, inner)
+        return m, fn("rsqrt", s.mean(group, fn("sq", inner - m)) + a.eps)
+
+    m, r = stats(s.of(s.c))
+    y = affine((a.x[s.vars] - m) * r, a.w, a.b, (s.c,))
     gm, gr = stats(Iota(g))
-    return OpSpec.of(Out(tuple(vars), y), Out((n, g), gm), Out((n, g), gr), sizes={g: group})
+    return OpSpec.of(Out(s.vars, y), Out((s.n, g), gm), Out((s.n, g), gr), sizes={g: a.group})
 
 
-@op("native_group_norm_backward")
-def group_norm_backward(
-    grad: Operand,
-    x: Operand,
-    m: Operand,
-    r: Operand,
-    w: Maybe,
-    N: Any,
-    C: Any,
-    HxW: Any,
-    group: Any,
-    output_mask: Ints,
-) -> OpSpec | None:
-    if not isinstance(group, int) or not isinstance(size_of(x, 1), int):
-        return None
-    per_group = size_of(x, 1) // group
-    vars = names(x.ndim)
-    n, c, space = vars[0], vars[1], vars[2:]
-    other, inner = Var("other"), [Var(f"s{d}") for d in range(len(space))]
-    mine = fn("floordiv", Iota(c), per_group)
-    same = fn("eq", fn("floordiv", Iota(other), per_group), mine)
+@op("native_group_norm_backward", "grad x mean rstd w N C HxW group mask")
+def group_norm_backward(a: Call) -> OpSpec:
+    s = _Groups(a)
+    mine = s.of(s.c)
 
-    def at(channel: Var, places: list[Var], group_of: Expr) -> tuple[Expr, Expr, Expr]:
-        g = grad[(n, channel, *places)]
-        scale = r[n, group_of]
-        return g, (x[(n, channel, *places)] - m[n, group_of]) * scale, scale
+    def at(channel: Var, places: list[Var]) -> tuple[Expr, Expr]:
+        index = (s.n, channel, *places)
+        return a.grad[index], (a.x[index] - a.mean[s.n, mine]) * a.rstd[s.n, mine]
 
-    g, xhat, scale = at(c, space, mine)
-    og, oxhat, _ = at(other, inner, mine)
-    oscaled = affine(og, w, None, (other,))
-    count: Expr = Const(per_group)
-    for v in inner:
-        count = count * Size(v)
-    first = total("sum", [other, *inner], same * oscaled) / count
-    second = total("sum", [other, *inner], same * oscaled * oxhat) / count
-    over = [n, *space]
+    (g, xhat), (og, oxhat) = at(s.c, s.space), at(s.other, s.over[1:])
+    scaled = affine(og, a.w, None, (s.other,))
+    gx = affine(g, a.w, None, (s.c,)) - s.mean(mine, scaled) - xhat * s.mean(mine, scaled * oxhat)
+    over = [s.n, *s.space]
     outs = (
-        Out(tuple(vars), scale * (affine(g, w, None, (c,)) - first - xhat * second)),
-        Out((c,), total("sum", over, g * xhat)),
-        Out((c,), total("sum", over, g)),
+        Out(s.vars, a.rstd[s.n, mine] * gx),
+        Out((s.c,), total("sum", over, g * xhat)),
+        Out((s.c,), total("sum", over, g)),
     )
-    return OpSpec(masked(outs, output_mask))
-
-
-@op("batch_norm_backward")
-def batch_norm_backward_reserve(*args: Any) -> OpSpec:
-    return batch_norm_backward(*args[:10])
+    return OpSpec(masked(outs, a.mask), uses=(shaped_like(a.x, s.vars),))

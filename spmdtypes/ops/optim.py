@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from spmdtypes.core.spec import Expr, Operand, OpSpec, fn
-from spmdtypes.ops.parts import Maybe, elementwise, join
-from spmdtypes.ops.registry import builder_of, op
+from spmdtypes.ops.parts import elementwise, join
+from spmdtypes.ops.registry import Call, builder_of, op
 
 _OVERLOADS = {
     "List": "Tensor",
@@ -66,103 +68,64 @@ _register("_foreach_norm.Scalar", "aten.linalg_vector_norm.default")
 _register("_foreach_max", "aten.max.default")
 
 
-def _adam(
-    p: Expr,
-    g: Expr,
-    m: Expr,
-    v: Expr,
-    step: Expr,
-    lr: Any,
-    beta1: Any,
-    beta2: Any,
-    weight_decay: Any,
-    eps: Any,
-    maximize: bool,
-    decoupled: bool,
-) -> tuple[Expr, Expr, Expr]:
-    """(parameter, first moment, second moment) after one step."""
-    g = -g if maximize else g
-    if weight_decay:
-        p, g = (p * (1 - lr * weight_decay), g) if decoupled else (p, g + p * weight_decay)
-    m = m + (g - m) * (1 - beta1)
-    v = v * beta2 + fn("sq", g) * (1 - beta2)
-    bias1, bias2 = 1 - fn("pow", beta1, step), 1 - fn("pow", beta2, step)
-    return p - lr / bias1 * m / (fn("sqrt", v) / fn("sqrt", bias2) + eps), m, v
+_ADAM = "params grads exp_avgs exp_avg_sqs max_exp_avg_sqs state_steps lr beta1 beta2 weight_decay eps"
+_SCALED = "maximize=False grad_scale=None found_inf=None"
+
+
+def _adam(a: Call, decoupled: bool, p: Expr, g: Expr, m: Expr, v: Expr, step: Expr) -> tuple[Expr, ...]:
+    """(parameter, gradient, first moment, second moment) after one step."""
+    lr = a.lr[()] if isinstance(a.lr, Operand) else a.lr
+    d = -g if a.maximize else g
+    if a.weight_decay:
+        p, d = (p * (1 - lr * a.weight_decay), d) if decoupled else (p, d + p * a.weight_decay)
+    m = m * a.beta1 + d * (1 - a.beta1)
+    v = v * a.beta2 + fn("sq", d) * (1 - a.beta2)
+    bias1, bias2 = 1 - fn("pow", a.beta1, step), 1 - fn("pow", a.beta2, step)
+    return p - lr / bias1 * m / (fn("sqrt", v) / fn("sqrt", bias2) + a.eps), g, m, v
+
+
+def _members(step: Callable[..., tuple[Expr, ...]], lists: Sequence[Sequence[Operand]], outs: int) -> OpSpec:
+    """`step` for each member of the lists; all first outputs, then all second ones, and so on."""
+
+    def member(*tensors: Operand) -> OpSpec:
+        parts = [elementwise(lambda *e, k=k: step(*e)[k], *tensors) for k in range(outs)]
+        return OpSpec.of(*(s.outs[0] for s in parts))
+
+    joined = join(member(*tensors) for tensors in zip(*lists))
+    return replace(joined, outs=tuple(o for k in range(outs) for o in joined.outs[k::outs]))
 
 
 def _register_adam(name: str, decoupled: bool) -> None:
-    @op(f"{name} {name}.tensor_lr")
-    def build(
-        params: list[Operand],
-        grads: list[Operand],
-        exp_avgs: list[Operand],
-        exp_avg_sqs: list[Operand],
-        max_exp_avg_sqs: list[Operand],
-        state_steps: list[Operand],
-        *,
-        lr: Any,
-        beta1: Any,
-        beta2: Any,
-        weight_decay: Any,
-        eps: Any,
-        amsgrad: bool = False,
-        maximize: bool = False,
-        grad_scale: Maybe = None,
-        found_inf: Maybe = None,
-    ) -> OpSpec | None:
+    @op(f"{name} {name}.tensor_lr", f"{_ADAM} amsgrad=False {_SCALED}")
+    def build(a: Call) -> OpSpec | None:
         """Outputs in the order of the functional schema: params, grads, and the moments."""
-        if amsgrad or grad_scale is not None or found_inf is not None:
+        if a.amsgrad or a.grad_scale is not None or a.found_inf is not None:
             return None
-        rate = lr[()] if isinstance(lr, Operand) else lr
-
-        def member(*tensors: Operand) -> OpSpec:
-            new = lambda *e: _adam(*e, rate, beta1, beta2, weight_decay, eps, maximize, decoupled)  # noqa: E731
-            specs = [elementwise(lambda *e, k=k: new(*e)[k], *tensors) for k in range(3)]
-            kept = elementwise(lambda g: g, tensors[1])
-            return OpSpec.of(specs[0].outs[0], kept.outs[0], specs[1].outs[0], specs[2].outs[0])
-
-        each = list(zip(params, grads, exp_avgs, exp_avg_sqs, state_steps))
-        joined = join(member(*ts) for ts in each)
-        return OpSpec(tuple(o for k in range(4) for o in joined.outs[k::4]))
+        lists = [a.params, a.grads, a.exp_avgs, a.exp_avg_sqs, a.state_steps]
+        return _members(lambda *e: _adam(a, decoupled, *e), lists, 4)
 
 
 _register_adam("_fused_adamw", decoupled=True)
 _register_adam("_fused_adam", decoupled=False)
 
 
-@op("_fused_sgd _fused_sgd.tensor_lr")
-def fused_sgd(
-    params: list[Operand],
-    grads: list[Operand],
-    momentum_buffers: list[Operand],
-    *,
-    weight_decay: Any,
-    momentum: Any,
-    lr: Any,
-    dampening: Any,
-    nesterov: bool,
-    maximize: bool,
-    is_first_step: bool,
-    grad_scale: Maybe = None,
-    found_inf: Maybe = None,
-) -> OpSpec | None:
-    if grad_scale is not None or found_inf is not None:
+@op(
+    "_fused_sgd _fused_sgd.tensor_lr",
+    "params grads buffers weight_decay momentum lr dampening nesterov maximize is_first_step "
+    "grad_scale=None found_inf=None",
+)
+def fused_sgd(a: Call) -> OpSpec | None:
+    if a.grad_scale is not None or a.found_inf is not None:
         return None
-    rate = lr[()] if isinstance(lr, Operand) else lr
+    lr = a.lr[()] if isinstance(a.lr, Operand) else a.lr
 
     def step(p: Expr, g: Expr, *buffer: Expr) -> tuple[Expr, ...]:
-        d = -g if maximize else g
-        d = d + p * weight_decay if weight_decay else d
+        d = -g if a.maximize else g
+        d = d + p * a.weight_decay if a.weight_decay else d
         if not buffer:
-            return p - d * rate, g
-        b = d if is_first_step else buffer[0] * momentum + d * (1 - dampening)
-        return p - (d + b * momentum if nesterov else b) * rate, g, b
+            return p - d * lr, g
+        b = d if a.is_first_step else buffer[0] * a.momentum + d * (1 - a.dampening)
+        return p - (d + b * a.momentum if a.nesterov else b) * lr, g, b
 
-    lists = [params, grads, *([momentum_buffers] if momentum_buffers else [])]
-
-    def member(*tensors: Operand) -> OpSpec:
-        parts = [elementwise(lambda *e, k=k: step(*e)[k], *tensors) for k in range(len(tensors))]
-        return OpSpec.of(*(s.outs[0] for s in parts))
-
-    joined = join(member(*ts) for ts in zip(*lists))
-    return OpSpec(tuple(o for k in range(len(lists)) for o in joined.outs[k :: len(lists)]))
+    lists = [params for params in (a.params, a.grads, a.buffers) if params]
+    return _members(step, lists, len(lists))

@@ -184,6 +184,19 @@ def mixed(x: Operand, vars: Sequence[Sub], dims: Sequence[int], weight: Sequence
     return total("sum", list(inner.values()), factor * x[replaced(vars, inner)])
 
 
+def extent(vars: Iterable[Var]) -> Expr:
+    """How many positions the variables have together."""
+    count: Expr = Const(1)
+    for v in vars:
+        count = count * Size(v)
+    return count
+
+
+def masked(outs: Sequence[Out], mask: Sequence[bool]) -> tuple[Out | None, ...]:
+    """A backward's outputs, of which only some are wanted."""
+    return tuple(o if wanted else None for o, wanted in zip(outs, mask))
+
+
 def rename(spec: OpSpec, suffix: str) -> OpSpec:
     """The same description with every variable's name extended, to stand beside others."""
     memo: dict[int, Expr] = {}
@@ -191,6 +204,8 @@ def rename(spec: OpSpec, suffix: str) -> OpSpec:
     def sub(s: Any) -> Any:
         if isinstance(s, Var):
             return Var(s.name + suffix)
+        if isinstance(s, tuple):
+            return tuple(map(sub, s))
         if isinstance(s, Window):
             return Window(Var(s.var.name + suffix), s.start, s.length, s.step)
         return walk(s) if isinstance(s, Expr) else s
@@ -236,6 +251,3 @@ def join(specs: Iterable[OpSpec]) -> OpSpec:
         tuple(x for p in parts for x in p.uses),
         tuple(dict.fromkeys(x for p in parts for x in p.assumes)),
     )
-
-
-ZERO = Const(0)

@@ -18,7 +18,6 @@ UNARY = {
     "reciprocal": "recip",
     "square": "sq",
     "positive": "id",
-    "logical_not": "not",
     "_conj": "conj",
     "_conj_physical": "conj",
     "conj_physical": "conj",
@@ -32,9 +31,6 @@ BINARY = {
     "fmin": "min",
     "atan2": "atan2",
     "hypot": "hypot",
-    "logical_and": "and",
-    "logical_or": "or",
-    "logical_xor": "xor",
     "logaddexp": "logaddexp",
     "logaddexp2": "logaddexp2",
     "nextafter": "opaque",
@@ -42,13 +38,7 @@ BINARY = {
     "gcd": "opaque",
 }
 COMPARE = {"eq": "eq", "ne": "ne", "lt": "lt", "le": "le", "gt": "gt", "ge": "ge"}
-BITWISE = {
-    "bitwise_and": "bitand",
-    "bitwise_or": "bitor",
-    "bitwise_xor": "bitxor",
-    "bitwise_left_shift": "shl",
-    "bitwise_right_shift": "shr",
-}
+BITWISE = {"and": "bitand", "or": "bitor", "xor": "bitxor", "left_shift": "shl", "right_shift": "shr"}
 POWERS = {0.5: "sqrt", 1: "id", 2: "sq", 3: "cube", -0.5: "rsqrt", -1: "recip"}
 
 
@@ -64,8 +54,6 @@ for _aten, _function in BINARY.items():
     _register(_aten, _function)
 for _aten, _function in COMPARE.items():
     _register(f"{_aten}.Tensor {_aten}.Scalar", _function)
-for _aten, _function in BITWISE.items():
-    _register(f"{_aten}.Tensor {_aten}.Scalar {_aten}.Tensor_Scalar {_aten}.Scalar_Tensor", _function)
 for _aten, _function in (("xlogy", "xlogy"), ("special_xlog1py", "xlog1py"), ("float_power", "pow")):
     _register(
         f"{_aten}.Tensor {_aten}.Tensor_Tensor {_aten}.OutScalar_Other {_aten}.OutScalar_Self", _function
@@ -82,6 +70,29 @@ def _scaled(x: Any, alpha: Any) -> Any:
 
 def is_bool(x: Any) -> bool:
     return isinstance(x, bool) or (isinstance(x, Operand) and x.dtype == "bool")
+
+
+def truth(x: Any, value: Expr) -> Expr:
+    """Whether an argument is not 0, as 0 or 1."""
+    return fn("ne", value, 0) if isinstance(x, Operand) else value
+
+
+def _logic(name: str, names: str, on_integers: str = "") -> None:
+    @op(names)
+    def build(*xs: Any) -> OpSpec:
+        if on_integers and not all(map(is_bool, xs)):
+            return elementwise(lambda *vs: fn(on_integers, *vs), *xs)
+        return elementwise(lambda *vs: fn(name, *map(truth, xs, vs)), *xs)
+
+
+_logic("not", "logical_not")
+_logic("not", "bitwise_not", "bitnot")
+for _name, _function in BITWISE.items():
+    _aten = f"bitwise_{_name}"
+    _names = f"{_aten}.Tensor {_aten}.Scalar {_aten}.Tensor_Scalar {_aten}.Scalar_Tensor"
+    _logic(_name, _names, _function)
+for _name in ("and", "or", "xor"):
+    _logic(_name, f"logical_{_name}")
 
 
 @op("add.Tensor add.Scalar")
@@ -109,8 +120,7 @@ def mul(x: Any, y: Any) -> OpSpec:
 
 
 def _counted(x: Any, value: Expr) -> Expr:
-    """A truth value as the number 0 or 1."""
-    return fn("ne", value, 0) if is_bool(x) else value
+    return truth(x, value) if is_bool(x) else value
 
 
 @op("div.Tensor div.Scalar true_divide.Tensor")
@@ -144,11 +154,6 @@ def round_(x: Operand, decimals: int = 0) -> OpSpec:
     return elementwise(
         lambda a: fn("round", a * 10**decimals) / 10**decimals if decimals else fn("round", a), x
     )
-
-
-@op("bitwise_not")
-def bitwise_not(x: Operand) -> OpSpec:
-    return elementwise(lambda a: fn("not" if x.dtype == "bool" else "bitnot", a), x)
 
 
 @op("clamp clamp.Tensor hardtanh")

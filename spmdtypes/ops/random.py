@@ -68,7 +68,7 @@ def multinomial(x: Operand, num_samples: Any, replacement: bool = False, **_: An
 @op("native_dropout")
 def native_dropout(x: Operand, p: float, train: bool | None = True) -> OpSpec:
     vars = names(x.ndim)
-    kept = draw(vars) if train else fn("ge", p, 0)
+    kept = fn("ge", draw(vars), p) if train else fn("ge", p, 0)
     scale = 1 / (1 - p) if train and p < 1 else 1.0
     return OpSpec.of(
         Out(tuple(vars), x[tuple(vars)] * kept * scale if train else x[tuple(vars)]), Out(tuple(vars), kept)

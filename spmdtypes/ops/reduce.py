@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from spmdtypes.core.spec import Expr, Iota, Operand, OpSpec, Out, Size, Var, expr, fn, mean, total
+from spmdtypes.core.spec import Expr, Iota, Operand, OpSpec, Out, Var, expr, fn, mean, total
 from spmdtypes.ops.cast import converted, short
 from spmdtypes.ops.parts import (
     Ints,
     elementwise,
+    extent,
     kept,
     names,
     replaced,
@@ -107,10 +108,8 @@ def variance(vars: list[Var], x: Expr, correction: Any) -> Expr:
     deviation = fn("sq", x - mean(vars, x))
     if correction == 0:
         return mean(vars, deviation)
-    extent: Expr = expr(1)
-    for v in vars:
-        extent = extent * Size(v)
-    return total("sum", vars, deviation) / (extent - correction)
+    count: Expr = extent(vars) - correction
+    return total("sum", vars, deviation) / count
 
 
 @op("var.correction var.dim var")

@@ -1,12 +1,19 @@
 """From a recorded node to its description: the table of op builders.
 
-A builder has the signature of the ATen schema it describes. Tensor arguments arrive as `Operand`,
-lists of tensors as lists, literals as recorded (possibly `Lit`); it returns an `OpSpec`, or None
-when these arguments have no description (a data-dependent output shape, say).
+A builder has the signature of the ATen schema it describes; a long one is written as text, and
+the builder takes the bound `Call`:
+
+    @op("native_layer_norm", "x shape w b eps=1e-5")
+    def layer_norm(a: Call) -> OpSpec: ...  # a.x, a.shape, ...
+
+Tensor arguments arrive as `Operand`, lists of tensors as lists, literals as recorded (possibly
+`Lit`). It returns an `OpSpec`, or None when these arguments have no description (a data-dependent
+output shape, say).
 """
 
 from __future__ import annotations
 
+from ast import literal_eval
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -18,12 +25,33 @@ B = TypeVar("B", bound=Builder)
 _BUILDERS: dict[str, Builder] = {}
 
 
-def op(names: str) -> Callable[[B], B]:
+class Call:
+    """The arguments of one call, by the names its signature gives them."""
+
+    def __init__(self, signature: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        given = dict(kwargs)
+        fields = [field.partition("=") for field in signature.split()]
+        for (name, has_default, default), value in zip(fields, args):
+            given[name] = value
+        for name, has_default, default in fields[len(args) :]:
+            if name not in given and not has_default:
+                raise ValueError(f"argument {name} is missing")
+            given.setdefault(name, literal_eval(default) if has_default else None)
+        self._given = given
+
+    def __getattr__(self, name: str) -> Any:
+        return self._given[name]
+
+
+def op(names: str, signature: str = "") -> Callable[[B], B]:
     """Register a builder for space-separated names; "mm" stands for "aten.mm.default"."""
 
     def register(builder: B) -> B:
+        def call(*args: Any, **kwargs: Any) -> OpSpec | None:
+            return builder(Call(signature, args, kwargs))
+
         for name in names.split():
-            _BUILDERS[full_name(name)] = builder
+            _BUILDERS[full_name(name)] = call if signature else builder
         return builder
 
     return register

@@ -139,7 +139,9 @@ class _Reader:
                 return x[tuple(self.dims(_subscripts(e), x.ndim))]
             case ast.UnaryOp(op=ast.USub(), operand=body):
                 return -self.expr(body)
-            case ast.BinOp(op=ast.Pow(), left=base, right=ast.Constant(value=power)) if power in _POWERS:
+            case ast.BinOp(op=ast.Pow(), left=base, right=ast.Constant(value=int() | float() as power)) if (
+                power in _POWERS
+            ):
                 return fn(_POWERS[power], self.expr(base))
             case ast.BinOp(op=ast.Pow(), left=base, right=power_):
                 return fn("pow", self.expr(base), self.expr(power_))

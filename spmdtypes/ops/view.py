@@ -27,6 +27,7 @@ from spmdtypes.ops.parts import (
     dropped,
     local,
     names,
+    new_dims,
     number,
     position,
     rank_steps,
@@ -226,39 +227,23 @@ def stack(tensors: list[Operand], dim: int = 0) -> OpSpec:
 
 @op("repeat tile")
 def repeat(x: Operand, repeats: Ints) -> OpSpec:
-    """Each copy is a new outer digit of its dim: expand, then merge."""
-    if all(local(r) == 1 == ref(r) for r in repeats):
-        return reshaped(x, [1] * (len(repeats) - x.ndim) + [size_of(x, d) for d in range(x.ndim)])
-    vars: list[Sub] = list(names(len(repeats)))
+    """Each copy is a new outer digit of its dim."""
     new = len(repeats) - x.ndim
-    index: list[Sub] = []
-    sizes: dict[Var, Any] = {}
-    for d, r in enumerate(repeats):
-        old = size_of(x, d - new) if d >= new else 1
-        if d >= new and local(r) == 1 == ref(r):
-            index.append(ONE if x.one[d - new] else vars[d])
-            vars[d] = ONE if x.one[d - new] else vars[d]
-            continue
-        if d >= new:
-            index.append(ONE if x.one[d - new] else fn("mod", Iota(vars[d]), Const(old)))
-        total_size = both(lambda a, b: a * b, old, r)
-        if local(total_size) == 1 == ref(total_size):
-            vars[d] = ONE
-        else:
-            sizes[vars[d]] = total_size
-    return OpSpec.of(Out(tuple(vars), x[tuple(index)]), sizes=sizes)
+    copies, sizes = new_dims(repeats, "copy")
+    own = [ONE if one else v for one, v in zip(x.one, names(x.ndim))]
+    dims: list[Sub] = list(copies[:new])
+    for copy, v in zip(copies[new:], own):
+        dims.append((copy, v) if ONE not in (copy, v) else copy if v is ONE else v)
+    return OpSpec.of(Out(tuple(dims), x[tuple(own)]), sizes=sizes)
 
 
 @op("repeat_interleave.self_int")
 def repeat_interleave(x: Operand, repeats: Any, dim: int | None = None, **_: Any) -> OpSpec | None:
     if dim is None:
         return None
-    d = wrap_dim(dim, x.ndim)
-    vars = names(x.ndim)
-    index = replaced(vars, {d: fn("floordiv", Iota(vars[d]), Const(repeats))})
-    return OpSpec.of(
-        Out(tuple(vars), x[index]), sizes={vars[d]: both(lambda n, r: n * r, size_of(x, d), repeats)}
-    )
+    d, vars, copy = wrap_dim(dim, x.ndim), names(x.ndim), Var("copy")
+    dims = replaced(vars, {d: (vars[d], copy)})
+    return OpSpec.of(Out(dims, x[tuple(vars)]), sizes={copy: repeats})
 
 
 @op("flip")

@@ -93,7 +93,11 @@ def _pointwise(c: _Make) -> None:
         c(f"{name}.Tensor", x.round(), y.round())
         c(f"{name}.Scalar", x, 0.3)
     for name in BITWISE:
-        c(f"{name}.Tensor", c.below(4, 4, 8), c.below(4, 4, 8))
+        c(f"bitwise_{name}.Tensor", c.below(4, 4, 8), c.below(4, 4, 8))
+    for name in ("and", "or", "xor"):
+        c(f"logical_{name}", x, y)
+        c(f"bitwise_{name}.Tensor", c.truth(4, 8), c.truth(4, 8), name="bool")
+    c("logical_not", x)
     for name in ("add", "sub", "mul", "div"):
         c(f"{name}.Tensor", x, y)
         c(f"{name}.Tensor", c.real(2, 4, 8), row, name="broadcast")

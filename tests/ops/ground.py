@@ -130,8 +130,11 @@ def cut(t: Tensor, den: Denotation, mesh: Mesh, generator: torch.Generator) -> l
 
 
 def _contributions(t: Tensor, n: int, op: str, generator: torch.Generator) -> list[Tensor]:
+    whole = t.dtype.is_floating_point and bool((t == t.round()).all())
+
     def noise() -> Tensor:
-        return torch.randn(t.shape, generator=generator, dtype=t.dtype)
+        x = torch.randn(t.shape, generator=generator, dtype=t.dtype)
+        return (x * 2).round() if whole else x  # whole numbers meet and cancel
 
     if n == 1:
         return [t]
@@ -139,7 +142,7 @@ def _contributions(t: Tensor, n: int, op: str, generator: torch.Generator) -> li
         rest = [noise() for _ in range(n - 1)]
         return [*rest, t - sum(rest)]
     if op == "prod":
-        rest = [noise().exp() for _ in range(n - 1)]
+        rest = [2 ** noise() for _ in range(n - 1)]
         return [*rest, t / prod(rest)]
     owner = torch.randint(n, t.shape, generator=generator)
     sign = -1 if op == "max" else 1
@@ -181,24 +184,16 @@ def assemble(
         whole[index], done[index] = flat, True
     if not layout.fixed and not all(bool(d.all()) for d in written.values()):
         return None
-    if layout.fixed and reference is not None:
-        held = torch.stack(list(written.values())).all(0)
-        return (
-            None
-            if axes
-            else torch.where(held, stacked_first(wholes), reference.reshape(-1)).reshape(reference.shape)
-        )
     stacked = torch.stack(list(wholes.values()))
     value = (
         REDUCE[den.op](stacked.double() if stacked.dtype == torch.bool else stacked) if axes else stacked[0]
     )
     value = value * den.scale_in(mesh) if den.scale else value
+    if layout.fixed and reference is not None:
+        held = torch.stack(list(written.values())).all(0)
+        value = torch.where(held, value, reference.reshape(-1).to(value.dtype))
     value = value.reshape(layout.ref_shape)
     return value.expand([opened.get(d, n) for d, n in enumerate(value.shape)])
-
-
-def stacked_first(wholes: Mapping[tuple[int, ...], Tensor]) -> Tensor:
-    return next(iter(wholes.values()))
 
 
 def same(a: Tensor, b: Tensor) -> bool:
