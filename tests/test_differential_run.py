@@ -326,3 +326,81 @@ def test_a_result_may_be_a_pending_sum() -> None:
     types = {"inputs": {"x": "f32[8@dp, 4@tp]"}, "params": {"w": "[4@tp, 3]"}, "grads": {"dp": "sum"}}
     assert differential.run(program(Block, MESH, output="f32[8@dp, 3] | tp:P", **types)).ok
     assert not differential.run(program(Block, MESH, output="f32[8@dp, 3]", **types)).ok
+
+
+class Ring(nn.Module):
+    """Every rank sees all blocks, passed around; on one rank the ring is a message to itself."""
+
+    stale = False
+
+    def __init__(self, mesh: Any) -> None:
+        super().__init__()
+        self.cp = mesh.get_group("cp")
+        self.w = nn.Parameter(torch.empty(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, rank = self.cp.size(), dist.get_rank(self.cp)
+        block = (x @ self.w).detach()
+        total = torch.zeros_like(block)
+        for _ in range(n):
+            total = total + block.sum(0)
+            arriving = torch.empty_like(block)
+            send = dist.P2POp(dist.isend, block, group=self.cp, group_peer=(rank + 1) % n)
+            receive = dist.P2POp(dist.irecv, arriving, group=self.cp, group_peer=(rank - 1) % n)
+            for work in dist.batch_isend_irecv([send, receive]):
+                work.wait()
+            block = block if self.stale else arriving
+        return (x @ self.w * total).sum()
+
+
+class StaleRing(Ring):
+    stale = True
+
+
+def test_a_ring_is_tested_down_to_one_rank() -> None:
+    types = {"inputs": {"x": "[8@cp, 4]"}, "params": {"w": "[4, 4]"}, "output": "[] | cp:P"}
+    right, stale = (
+        differential.run(program(build, {"cp": 4}, grads={"cp": "sum"}, **types))
+        for build in (Ring, StaleRing)
+    )
+    assert right.ok
+    assert right.tested_axes == ("cp",)
+    assert {b.name for b in stale.wrong} == {"output", "grad:w"}
+
+
+def picky(model: Any, mesh: Any, x: Tensor) -> dict[str, Tensor]:
+    if x.abs().max() > 8:
+        raise ValueError("spike")
+    loss = model(x).detach()
+    dist.all_reduce(loss)
+    return {"loss": loss / mesh.size()}
+
+
+def test_values_that_only_make_the_program_raise_do_not_count() -> None:
+    found = differential.run(program(Plain, {"dp": 2}, step=picky, **PLAIN))
+    assert found.ok
+    assert found.kept_axes == ()
+    assert found.seeds == (0, 1)
+    assert any("seed 2 does not count" in n for n in found.notes)
+
+
+def root(model: Any, mesh: Any, x: Tensor) -> dict[str, Tensor]:
+    total = (x + model.w.abs()).sqrt().sum().detach()
+    dist.all_reduce(total)
+    return {"total": total}
+
+
+def test_where_nothing_is_finite_positive_values_are_tried() -> None:
+    found = differential.run(program(Plain, {"dp": 2}, step=root, **PLAIN))
+    assert found.seeds == (0, 1, 2)
+    assert found.ok
+
+
+class Contradictory(OneExpertARank):
+    """Its result is declared equal on the ranks of an axis that cannot be tested."""
+
+
+def test_what_replicas_should_share_is_tested_on_kept_axes_too() -> None:
+    types: dict[str, Any] = {"inputs": {"x": "f32[8, 4]"}, "params": {"w": "[2@ep, 4]"}, "output": "f32[]"}
+    found = differential.run(program(Contradictory, {"ep": 2}, **types))
+    assert [(b.name, b.kind) for b in found.wrong] == [("output", "replicas differ")]

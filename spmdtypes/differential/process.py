@@ -34,6 +34,7 @@ QUIET = 2.0  # seconds without a message or CPU time after which ranks count as 
 class Execution:
     """`outcomes[rank]` holds one `Outcome` a seed; the last ones may lack when the run was ended."""
 
+    job: Job
     outcomes: list[list[Outcome]]
     divergence: Divergence | None = None
     failures: tuple[Failure, ...] = ()
@@ -222,7 +223,7 @@ class _Supervisor:
                         break
                 self._watch_the_clock(bool(ready))
         return Execution(
-            [r.outcomes for r in self.ranks], self.divergence, self._causes(), tuple(self.crossed)
+            self.job, [r.outcomes for r in self.ranks], self.divergence, self._causes(), tuple(self.crossed)
         )
 
     def _causes(self) -> tuple[Failure, ...]:

@@ -43,6 +43,7 @@ class Job:
     program: Program
     mesh: Mapping[str, int]
     seeds: tuple[int, ...]
+    regimes: tuple[values.Regime, ...]  # one a seed
     types: Mapping[str, Type] | None = None
     draws: Mapping[int, Sequence[Substitution]] = field(default_factory=dict)
     keep_values: bool = False
@@ -140,7 +141,7 @@ class _Run:
 
     def prepare(self, pause: Callable[[], AbstractContextManager[None]]) -> torch.nn.Module:
         """The module with its values, and the inputs, ready to run."""
-        job, how = self.job, values.regime(self.index)
+        job, how = self.job, self.job.regimes[self.index]
         self.module = module = job.program.build(self.mesh)
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"the constructor returned {type(module).__name__}, not a module")
@@ -217,6 +218,9 @@ def load_parameters(
     out.untyped = {n: tuple(p.shape) for n, p in module.named_parameters() if n not in declared}
     others = job.types if job.types is not None else infer_types(out.untyped)
     whole = values.parameters({**others, **declared}, job.program.mesh, seed, how)
+    for name, _ in module.named_buffers():  # many are variances
+        if name in whole:
+            whole[name] = whole[name].abs() if whole[name].is_floating_point() else whole[name]
     local = {}
     with torch.no_grad():
         for name, type_ in {**others, **declared}.items():

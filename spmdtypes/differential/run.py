@@ -5,15 +5,16 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from spmdtypes.contracts import Program
-from spmdtypes.differential import streams
+from spmdtypes.differential import streams, values
 from spmdtypes.differential.compare import compare_seed, finite, merge
 from spmdtypes.differential.experiment import Border, Draw, Experiment, RankRun
 from spmdtypes.differential.layout import all_coords
 from spmdtypes.differential.process import Execution, execute
 from spmdtypes.differential.rank import Job, infer_types
+from spmdtypes.differential.watch import Noted
 from spmdtypes.notation import Type
 
 
@@ -30,78 +31,88 @@ def run(
     The reference mesh is the mesh of ones; when the program cannot run there, the smallest set of axes
     that lets it run keeps its size. `reference_mesh` forces the choice.
     """
-    found = _run(program, tuple(seeds), reference_mesh, keep_values, timeout)
+    start = time.monotonic()
+    trial = _Trial(program, tuple(seeds), values.regimes(len(seeds)), keep_values, timeout)
+    found = trial.run(reference_mesh)
+    ran = not found.failures and found.divergence is None and found.reference[0].borders
+    if ran and not found.seeds:  # roots and logarithms of numbers that are never negative
+        found = replace(trial, regimes=values.regimes(len(seeds), positive=True)).run(reference_mesh)
     if keep_values and found.failures:
-        plain = _run(program, tuple(seeds), reference_mesh, False, timeout)
+        plain = replace(trial, keep_values=False).run(reference_mesh)
         if not plain.failures:
             f = found.failures[0]
             plain.notes += (f"the values of single steps are not known ({f.error}: {f.message})",)
-            return plain
-    return found
-
-
-def _run(
-    program: Program,
-    seeds: tuple[int, ...],
-    reference_mesh: Mapping[str, int] | None,
-    keep_values: bool,
-    timeout: float,
-) -> Experiment:
-    start = time.monotonic()
-    mesh = dict(program.mesh)
-    reference, kept = _reference(program, seeds, reference_mesh, keep_values, timeout)
-    small = {a: n if a in kept else 1 for a, n in mesh.items()}
-    types = _all_types(program, reference)
-    untyped = {n: t for n, t in types.items() if n not in program.params}
-    job = Job(program, mesh, seeds, untyped, keep_values=keep_values)
-    ranks = execute(job, timeout)
-    draws: list[Draw] = []
-    if reference.complete and ranks.complete:
-        ranks, reference, draws = _with_equal_draws(job, ranks, reference, small, timeout)
-    found = Experiment(
-        mesh=mesh,
-        reference_mesh=small,
-        seeds=(),
-        ranks=_runs(ranks, mesh),
-        reference=_runs(reference, small),
-        kept_axes=kept,
-        divergence=ranks.divergence,
-        failures=ranks.failures,
-        crossed=ranks.crossed,
-        draws=tuple(draws),
-        tolerance=_tolerance(ranks, reference),
-        grads=dict(program.grads),
-        averaged=_averaged(program),
-    )
-    found.notes = _notes(found, reference)
-    if reference.complete:
-        _compare(found, program, types)
+            found = plain
     found.seconds = time.monotonic() - start
     return found
 
 
-def _reference(
-    program: Program,
-    seeds: tuple[int, ...],
-    forced: Mapping[str, int] | None,
-    keep_values: bool,
-    timeout: float,
-) -> tuple[Execution, tuple[str, ...]]:
-    """The first mesh, from the mesh of ones upwards, on which the program runs; and the axes it keeps."""
-    axes = [a for a, n in program.mesh.items() if n > 1]
-    if forced is not None:
-        candidates = [tuple(a for a in axes if forced.get(a, 1) > 1)]
-    else:
-        candidates = [c for k in range(len(axes) + 1) for c in itertools.combinations(axes, k)]
-    first: Execution | None = None
-    for kept in candidates:
-        mesh = {a: n if a in kept else 1 for a, n in program.mesh.items()}
-        got = execute(Job(program, mesh, seeds, keep_values=keep_values), timeout)
-        if got.complete:
-            return got, kept
-        first = first or got
-    assert first is not None
-    return first, tuple(axes) if forced is None else candidates[0]
+@dataclass(frozen=True)
+class _Trial:
+    program: Program
+    seeds: tuple[int, ...]
+    regimes: tuple[values.Regime, ...]
+    keep_values: bool
+    timeout: float
+
+    def run(self, reference_mesh: Mapping[str, int] | None) -> Experiment:
+        program, mesh = self.program, dict(self.program.mesh)
+        reference, kept = self.reference(reference_mesh)
+        small = {a: n if a in kept else 1 for a, n in mesh.items()}
+        types = _all_types(program, reference)
+        untyped = {n: t for n, t in types.items() if n not in program.params}
+        ranks = self.execute(mesh, reference.job.seeds if reference.complete else self.seeds, untyped)
+        draws: list[Draw] = []
+        if reference.complete and ranks.complete:
+            ranks, reference, draws = _with_equal_draws(ranks, reference, self.timeout)
+        found = Experiment(
+            mesh=mesh,
+            reference_mesh=small,
+            seeds=(),
+            ranks=_runs(ranks, mesh),
+            reference=_runs(reference, small),
+            kept_axes=kept,
+            divergence=ranks.divergence,
+            failures=ranks.failures,
+            crossed=ranks.crossed,
+            draws=tuple(draws),
+            tolerance=_tolerance(ranks, reference),
+            grads=dict(program.grads),
+            averaged=_averaged(program),
+        )
+        found.notes = _notes(found, reference, self.seeds, ranks)
+        if reference.complete:
+            _compare(found, program, types)
+        return found
+
+    def execute(
+        self, mesh: Mapping[str, int], seeds: tuple[int, ...], types: Mapping[str, Type] | None = None
+    ) -> Execution:
+        """A run without the seeds at which only their uncommon values make the program raise."""
+        while True:
+            hows = tuple(how for seed, how in zip(self.seeds, self.regimes) if seed in seeds)
+            got = execute(
+                Job(self.program, mesh, seeds, hows, types, keep_values=self.keep_values), self.timeout
+            )
+            late = {f.seed for f in got.failures} - {self.seeds[0]}
+            if not late or len(late) < len({f.seed for f in got.failures}):
+                return got
+            seeds = tuple(s for s in seeds if s not in late)
+
+    def reference(self, forced: Mapping[str, int] | None) -> tuple[Execution, tuple[str, ...]]:
+        """The run on the first mesh, from the mesh of ones upwards, that allows one; the axes it keeps."""
+        axes = [a for a, n in self.program.mesh.items() if n > 1]
+        if forced is not None:
+            candidates = [tuple(a for a in axes if forced.get(a, 1) > 1)]
+        else:
+            candidates = [c for k in range(len(axes) + 1) for c in itertools.combinations(axes, k)]
+        runs = []
+        for kept in candidates:
+            mesh = {a: n if a in kept else 1 for a, n in self.program.mesh.items()}
+            runs.append(self.execute(mesh, self.seeds))
+            if runs[-1].complete:
+                return runs[-1], kept
+        return runs[0], tuple(axes) if forced is None else candidates[0]
 
 
 def _all_types(program: Program, reference: Execution) -> dict[str, Type]:
@@ -111,29 +122,27 @@ def _all_types(program: Program, reference: Execution) -> dict[str, Type]:
 
 
 def _with_equal_draws(
-    job: Job, ranks: Execution, reference: Execution, small: Mapping[str, int], timeout: float
+    ranks: Execution, reference: Execution, timeout: float
 ) -> tuple[Execution, Execution, list[Draw]]:
     """Both run again with numbers that agree, where that makes a difference."""
-    plans = {
-        seed: streams.plan(
-            [r[i].noted for r in ranks.outcomes], [r[i].noted for r in reference.outcomes], job.mesh, small
-        )
-        for i, seed in enumerate(job.seeds)
-    }
+    mesh, small = ranks.job.mesh, reference.job.mesh
+    mine, theirs = _noted(ranks), _noted(reference)
+    plans = {s: streams.plan(mine[s], theirs[s], mesh, small) for s in mine if s in theirs}
     for_ranks = {s: p.ranks for s, p in plans.items()}
     for_reference = {s: p.reference for s, p in plans.items()}
-    if _changes(job, ranks, for_ranks):
-        ranks = execute(replace(job, draws=for_ranks), timeout)
-    if _changes(job, reference, for_reference):
-        reference = execute(replace(job, mesh=small, types=None, draws=for_reference), timeout)
-    return ranks, reference, next(iter(plans.values())).draws
+    if any(streams.changes_anything(mine[s], new) for s, new in for_ranks.items()):
+        ranks = execute(replace(ranks.job, draws=for_ranks), timeout)
+    if any(streams.changes_anything(theirs[s], new) for s, new in for_reference.items()):
+        reference = execute(replace(reference.job, draws=for_reference), timeout)
+    return ranks, reference, next((p.draws for p in plans.values()), [])
 
 
-def _changes(job: Job, run_: Execution, draws: Mapping[int, Sequence[streams.Substitution]]) -> bool:
-    return any(
-        streams.changes_anything([r[i].noted for r in run_.outcomes], draws[seed])
-        for i, seed in enumerate(job.seeds)
-    )
+def _noted(execution: Execution) -> dict[int, list[list[Noted]]]:
+    """Every rank's draws, by seed."""
+    return {
+        seed: [outcomes[i].noted for outcomes in execution.outcomes]
+        for i, seed in enumerate(execution.job.seeds)
+    }
 
 
 def _runs(execution: Execution, mesh: Mapping[str, int]) -> list[RankRun]:
@@ -162,7 +171,9 @@ def _tolerance(*executions: Execution) -> float:
     return max(1e-6, 64 * eps)
 
 
-def _notes(found: Experiment, reference: Execution) -> tuple[str, ...]:
+def _notes(
+    found: Experiment, reference: Execution, seeds: Sequence[int], ranks: Execution
+) -> tuple[str, ...]:
     notes = []
     if found.kept_axes and not found.tested_axes:
         notes.append("the program runs only at its full size; no axis was tested")
@@ -170,6 +181,9 @@ def _notes(found: Experiment, reference: Execution) -> tuple[str, ...]:
         notes.append(f"the reference keeps {', '.join(found.kept_axes)} at full size")
     for f in reference.failures[:1]:
         notes.append(f"the reference fails: {f.error}: {f.message}")
+    for seed in seeds:
+        if seed not in ranks.job.seeds:
+            notes.append(f"seed {seed} does not count: its values make the program raise")
     return tuple(notes)
 
 
@@ -192,5 +206,8 @@ def _compare(found: Experiment, program: Program, types: Mapping[str, Type]) -> 
         )
     found.seeds = tuple(kept)
     found.borders = merge(by_seed)
-    if not found.tested_axes:
-        found.borders = {n: replace(b, kind="untested") for n, b in found.borders.items()}
+    if not found.tested_axes:  # the same run twice: only what ranks should share is tested
+        found.borders = {
+            n: b if b.kind == "replicas differ" else replace(b, kind="untested")
+            for n, b in found.borders.items()
+        }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -26,6 +26,7 @@ class Regime:
     params: float = 0.3
     inputs: float = 1.0
     skew: float = 1.0
+    positive: bool = False
 
 
 REGIMES = (
@@ -35,8 +36,8 @@ REGIMES = (
 )
 
 
-def regime(index: int) -> Regime:
-    return REGIMES[index % len(REGIMES)]
+def regimes(count: int, positive: bool = False) -> tuple[Regime, ...]:
+    return tuple(replace(REGIMES[i % len(REGIMES)], positive=positive) for i in range(count))
 
 
 def parameters(types: Mapping[str, Type], mesh: Mesh, seed: int, how: Regime) -> dict[str, torch.Tensor]:
@@ -45,12 +46,16 @@ def parameters(types: Mapping[str, Type], mesh: Mesh, seed: int, how: Regime) ->
         x = _draw(t, _generator("param", name, seed), mesh, Regime("plain"))
         if x.is_floating_point():
             x = x * how.params + (1.0 if x.ndim == 1 and _is_norm(name) else 0.0)
-        out[name] = x
+        out[name] = _signed(x, how)
     return out
 
 
 def inputs(types: Mapping[str, Type], mesh: Mesh, seed: int, how: Regime) -> dict[str, torch.Tensor]:
-    return {n: _draw(t, _generator("input", n, seed), mesh, how) for n, t in types.items()}
+    return {n: _signed(_draw(t, _generator("input", n, seed), mesh, how), how) for n, t in types.items()}
+
+
+def _signed(x: torch.Tensor, how: Regime) -> torch.Tensor:
+    return x.abs() if how.positive and x.is_floating_point() else x
 
 
 def cotangent(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
