@@ -4,6 +4,7 @@ import pytest
 
 from spmdtypes.core.collectives import collective
 from spmdtypes.core.denotation import Denotation, RuleError
+from spmdtypes.core.layout import Layout
 from spmdtypes.core.simulate import coordinates, local_indices
 from spmdtypes.graph import Comm
 from spmdtypes.notation import parse
@@ -137,3 +138,14 @@ def test_a_group_of_one_does_nothing():
 
 def test_errors_keep_what_is_known_of_other_axes():
     assert text(do("all_reduce", "8@tp 6 | dp:P", "tp", op="sum").poisoned) == "2 6 | dp:P tp:V"
+
+
+def test_gathering_one_equal_number_per_rank_gives_copies():
+    copies = do("all_gather", "1", "tp")
+    assert copies.local_shape == (4,)
+    assert copies.ref_shape == (1,)
+
+
+def test_gathering_a_fill_takes_it_as_cut():
+    fill = Denotation(Layout.opened(2, 8))
+    assert text(do("all_gather", fill, "tp")) == "8"

@@ -365,3 +365,12 @@ def test_broadcasting_needs_size_one_in_both_programs():
 
 def test_size_alone():
     assert text(one(x[i] / Size(i), "8@dp", out=(i,))) == "8@dp x dp^-1"
+
+
+def test_a_clash_over_one_axis_leaves_the_others_known():
+    clash = one(MM, "8@dp 16@tp", "16 6")
+    assert clash.kind == "layout"
+    assert clash.axes == {"tp"}
+    assert clash.poisoned is None or text(clash.poisoned) == "8@dp 6 | tp:V"
+    bias = one(x[i, j] + y[i, j], "8@dp 6 | tp:P", "8@dp 6")
+    assert text(bias.poisoned) == "8@dp 6 | tp:V"

@@ -200,11 +200,26 @@ def _needs_complete(kind: str, axes: tuple[str, ...], d: Denotation) -> Denotati
 
 def _all_gather(comm: Comm, axes: tuple[str, ...], d: Denotation, mesh: Mapping[str, int]) -> Denotation:
     d = _needs_complete(comm.kind, axes, d)
-    return replace(d, layout=_gathered(d.layout, axes))
+    return replace(d, layout=_gathered(d.layout, axes, mesh))
 
 
-def _gathered(x: Layout, axes: tuple[str, ...]) -> Layout:
+def _settled(x: Layout, axes: tuple[str, ...], mesh: Mapping[str, int]) -> Layout:
+    """An open dim of the right sizes is taken as cut over axes that cut nothing else."""
+    missing = tuple(a for a in axes if a not in x.axes)
+    n = prod(mesh[a] for a in missing)
+    for d, (local, ref) in x.open_dims.items():
+        if missing and local * n == ref:
+            return x.shard_open(d, missing, mesh)
+    return x
+
+
+def _gathered(x: Layout, axes: tuple[str, ...], mesh: Mapping[str, int]) -> Layout:
+    x = _settled(x, axes, mesh)
     missing = [a for a in axes if a not in x.axes]
+    if len(missing) == len(axes) and x.ndim and x.local_shape[0] == x.ref_shape[0] == 1:
+        copies = Layout.opened(prod(mesh[a] for a in axes), 1)
+        rest = list(range(1, x.ndim))
+        return Layout.join([(copies, [0]), (x.restrict(rest), rest)], x.ndim)
     if missing:
         raise RuleError(
             "layout",
@@ -239,10 +254,11 @@ def _all_to_all(comm: Comm, axes: tuple[str, ...], d: Denotation, mesh: Mapping[
     d = _needs_complete(comm.kind, axes, d)
     if comm.splits is not None and any(len(set(s)) > 1 for s in comm.splits):
         raise RuleError("unsupported", "all_to_all with unequal parts")
+    d = replace(d, layout=_settled(d.layout, axes, mesh))
     missing = [a for a in axes if a not in d.layout.axes]
     if missing:
         raise RuleError(
-            "layout",
+            "unsupported",
             f"all_to_all over {_names(missing)} of a value that is the same on its ranks",
             frozenset(missing),
         )

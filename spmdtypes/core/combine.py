@@ -411,6 +411,15 @@ class Rules:
         return out
 
 
+def left_out(op: str, axes: frozenset[str], operands: tuple[int, ...] = ()) -> RuleError:
+    """A value both pending and cut over the same axes."""
+    text = (
+        f"each rank of {_names(axes)} holds only its own part of a pending {op} over {_names(axes)}: "
+        "the other ranks' terms for that part are left out"
+    )
+    return RuleError("axis", text, axes, operands)
+
+
 def of_denotation(d: Denotation, value: Value | None, guard: Truth | None, grad_free: bool) -> Abs:
     """An operand read at variables (`value` and `guard` already speak of them)."""
     fault = None

@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from spmdtypes.core.combine import Rules, of_denotation
+from spmdtypes.core.combine import Rules, left_out, of_denotation
 from spmdtypes.core.denotation import Denotation, RuleError
 from spmdtypes.core.layout import Layout, LayoutError, _Work
 from spmdtypes.core.ranks import Atom
@@ -88,7 +88,7 @@ def concat(parts: Sequence[Denotation], dim: int, rules: Rules) -> Denotation:
     layout = join_layouts([d.layout for d in parts], dim, rules.mesh)
     clash = layout.axes & joined.partial
     if clash:
-        raise RuleError("axis", f"pending and cut over {', '.join(sorted(clash))}", clash)
+        raise left_out(joined.op, clash)
     value = parts[0].value if all(d.is_zero for d in parts) else None
     return Denotation(layout, joined.partial, joined.op, joined.scale, value=value)
 
