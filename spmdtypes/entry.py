@@ -175,7 +175,7 @@ class _Builder:
 
     def _constructor(self) -> tuple[Argument, ...]:
         """Arguments of the constructor, the mesh and those in `init` left out."""
-        init = constructor_of(self.model)
+        init = constructor_of(self.model) if self.entry.is_class or self.entry.is_step else None
         given = (*MESH_NAMES, *self.declared.init)
         return tuple(a for a in signature_of(init).arguments if a.name not in given) if init else ()
 

@@ -30,27 +30,19 @@ def explain(name: str) -> str:
 
 
 def _examples(code: Code) -> str:
+    """The example file, with the two kinds of programs headed as such."""
     file = example_file(code.name)
     if file is None:
         return ""
     source = file.read_text()
     lines = source.splitlines()
-    shared, shown = [], {"Wrong": "", "Right": ""}
-    for node in ast.parse(source).body:
-        text = _text(lines, node)
-        kind = next((k for k in shown if getattr(node, "name", "").lower().startswith(k.lower())), None)
-        if kind is not None:
-            shown[kind] += f"\n{text}\n"
-        elif not _is_docstring(node):
-            shared.append(text)
-    head = "\n".join(shared)
-    return f"{head}\n\n\n# wrong{shown['Wrong']}\n\n# right{shown['Right']}"
+    tree = ast.parse(source)
+    for kind in ("right", "wrong"):
+        starts = [_start(n) for n in tree.body if getattr(n, "name", "").lower().startswith(kind)]
+        if starts:
+            lines.insert(min(starts) - 1, f"# {kind}")
+    return "\n" + "\n".join(lines) + "\n"
 
 
-def _text(lines: list[str], node: ast.stmt) -> str:
-    start = min([d.lineno for d in getattr(node, "decorator_list", [])], default=node.lineno)
-    return "\n".join(lines[start - 1 : node.end_lineno])
-
-
-def _is_docstring(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+def _start(node: ast.stmt) -> int:
+    return min([d.lineno for d in getattr(node, "decorator_list", [])], default=node.lineno)

@@ -113,9 +113,15 @@ def hint(mend: Mend, file: str | None = None) -> str:
 
 
 def _where(m: Mend) -> str:
-    if m.after is not None:
-        return f" after line {m.after.line}"
-    return f" before line {m.before.line}" if m.before is not None else ""
+    span = m.after or m.before
+    if span is None or m.tensor.endswith(f"line {span.line}"):
+        return ""
+    return f" {'after' if m.after is not None else 'before'} line {span.line}"
+
+
+def _name(m: Mend) -> str:
+    """A tensor as code: descriptions become "it"."""
+    return m.tensor if m.tensor.isidentifier() else "it"
 
 
 def _group(m: Mend) -> str:
@@ -125,14 +131,14 @@ def _group(m: Mend) -> str:
 def _call(m: Mend, dialect: Dialect, table: dict[Dialect, str]) -> str:
     """The call in this dialect; raw is spoken in all of them."""
     words = table.get(dialect, table["raw"])
-    return words.format(t=m.tensor, axis=m.axis, group=_group(m), dim=m.dim or 0, op=m.op)
+    return words.format(t=_name(m), axis=m.axis, group=_group(m), dim=m.dim or 0, op=m.op)
 
 
 def _all_reduce(m: Mend, dialect: Dialect, source: str) -> str:
     own = own_function(source, "all_reduce", "") if m.op == "sum" else None
     what = f"{m.op} {m.tensor} over {m.axis}{_where(m)}"
     if own and dialect in ("autograd", "raw"):
-        return f"{what}: {own}.apply({m.tensor}, {_group(m)})"
+        return f"{what}: {own}.apply({_name(m)}, {_group(m)})"
     table: dict[Dialect, str] = {
         "spmd_types": 'all_reduce({t}, "{axis}", src=P, dst=I)',
         "megatron": "reduce_from_tensor_model_parallel_region({t})",
@@ -151,12 +157,12 @@ def _copy(m: Mend, dialect: Dialect, source: str) -> str:
     what = f"sum the gradient of {m.tensor} over {m.axis}"
     where = _where(m)
     if own and dialect in ("autograd", "raw"):
-        return f"{what}: {m.tensor} = {own}.apply({m.tensor}, {_group(m)}){where}"
+        return f"{what}: {own}.apply({_name(m)}, {_group(m)}){where}"
     table: dict[Dialect, str] = {
         "spmd_types": 'reinterpret({t}, "{axis}", src=I, dst=R)',
         "megatron": "copy_to_tensor_model_parallel_region({t})",
         "dtensor": "DTensor.from_local({t}, mesh, [Replicate()]).to_local(grad_placements=[Partial()])",
-        "raw": "{t} through an autograd.Function with identity forward and "
+        "raw": "pass {t} through an autograd.Function with identity forward and "
         "dist.all_reduce(grad, group={group}) in backward (copy to the {axis} region)",
     }
     return f"{what}: {_call(m, dialect, table)}{where}"

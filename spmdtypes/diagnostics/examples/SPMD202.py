@@ -1,0 +1,33 @@
+"""An all-reduce whose backward sums too, where every rank has the whole gradient."""
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from spmdtypes import Spmd, program
+
+
+class Reduce(torch.autograd.Function):
+    """Sum over the ranks; identity in backward."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        y = x.clone()
+        dist.all_reduce(y, group=group)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+@program(mesh={"tp": 2})
+def wrong(mesh, x: Spmd[Tensor, "b f@tp"], w: Spmd[nn.Parameter, "d f@tp"]) -> Spmd[Tensor, "b d"]:
+    return torch.distributed.nn.functional.all_reduce(F.linear(x, w), group=mesh.get_group("tp"))
+
+
+@program(mesh={"tp": 2})
+def right(mesh, x: Spmd[Tensor, "b f@tp"], w: Spmd[nn.Parameter, "d f@tp"]) -> Spmd[Tensor, "b d"]:
+    return Reduce.apply(F.linear(x, w), mesh.get_group("tp"))
