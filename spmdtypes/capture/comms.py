@@ -84,13 +84,18 @@ class Groups:
 
 
 def group_axes(device_mesh: Any) -> dict[str, tuple[str, ...]]:
-    """Group name -> mesh axes, for the groups a DeviceMesh made itself. Axes of size 1 need this."""
+    """Group name -> mesh axes, for the groups a DeviceMesh made itself. Axes of size 1 need this.
+
+    A group that serves several axes (the world, when it has one rank) stands for all of them.
+    """
     names: dict[str, tuple[str, ...]] = {}
     axes = tuple(device_mesh.mesh_dim_names or ())
-    if dist.is_initialized() and dist.get_world_size() == device_mesh.size():
-        names[dist.group.WORLD.group_name] = axes
     for axis in axes:
-        names[device_mesh.get_group(axis).group_name] = (axis,)
+        name = device_mesh.get_group(axis).group_name
+        names[name] = (*names.get(name, ()), axis)
+    world = dist.group.WORLD
+    if world is not None and dist.get_world_size() == device_mesh.size():
+        names.setdefault(world.group_name, axes)
     return names
 
 
