@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from spmdtypes.borders import averaged_axes, expected_types, without_axes
+from spmdtypes.capture import align
 from spmdtypes.contracts import Program
 from spmdtypes.core.denotation import Denotation, RuleError
 from spmdtypes.core.infer import Inference, Oracle, infer
@@ -50,20 +51,52 @@ def check_program(program: Program, options: Options | None = None) -> Report:
     """Does `program` compute on its mesh what it computes on the mesh of ones?"""
     options = options or Options()
     start = time.perf_counter()
-    if options.test and testable(program, options):
+    small = smaller(program, options) if options.test else None
+    if small is None:
+        report = _check_proved(program)
+    elif small is program:
         report = _check_tested(program, options)
     else:
-        report = _check_proved(program)
+        report = _both(_check_proved(program), _check_tested(small, options), small)
     return replace(report, seconds=time.perf_counter() - start)
 
 
-def testable(program: Program, options: Options) -> bool:
-    """Small enough to run every rank for real?"""
+def smaller(program: Program, options: Options) -> Program | None:
+    """The program on the largest mesh that can be run here: its own, or one whose long axes have their
+    smallest prime factor as size. None: even that is too large, or the sizes are not known."""
     sizes = [_numel(t) for t in (*program.inputs.values(), *program.params.values())]
-    return (
-        prod(program.mesh.values()) <= options.max_ranks
-        and None not in sizes
-        and sum(s or 0 for s in sizes) <= options.max_elements
+    if None in sizes or sum(s or 0 for s in sizes) > options.max_elements:
+        return None
+    mesh = dict(program.mesh)
+    for axis in sorted(mesh, key=lambda a: -mesh[a]):
+        if prod(mesh.values()) <= options.max_ranks:
+            break
+        mesh[axis] = next((p for p in (2, 3, 5, 7) if mesh[axis] % p == 0), mesh[axis])
+    if prod(mesh.values()) > options.max_ranks:
+        return None
+    return program if mesh == program.mesh else replace(program, mesh=mesh)
+
+
+def _both(proved: Report, tested: Report, small: Program) -> Report:
+    """Rules on the whole mesh, an experiment on a smaller one. What only the rules complain of is a
+    warning when the experiment shows nothing wrong."""
+    shape = ", ".join(f"{a}={n}" for a, n in small.mesh.items())
+    findings = list(proved.findings)
+    if tested.failures:
+        findings = list(proved.findings)
+    elif tested.errors and not proved.errors:
+        findings += tested.errors
+    elif proved.errors and not tested.errors:
+        findings = [replace(f, severity="warning") for f in findings]
+    counts = {k: max(proved.counts.get(k, 0), tested.counts.get(k, 0)) for k in ("proved", "assumed")}
+    total = sum(proved.counts.values())
+    counts["tested"] = min(
+        tested.counts.get("tested", 0) + tested.counts.get("proved", 0), total - counts["proved"]
+    )
+    counts["unknown"] = max(0, total - sum(counts.values()))
+    note = f"run for real on the smaller mesh {shape}" if not tested.failures else f"could not run on {shape}"
+    return replace(
+        proved, findings=in_order(findings), counts=counts, assumptions=(*proved.assumptions, note)
     )
 
 
@@ -107,12 +140,10 @@ def _assumed(v: Verdict) -> Verdict:
 
 
 def _infer_tested(program: Program, found: Experiment) -> _Run:
-    from spmdtypes.capture.align import align
-
     mesh = {a: n for a, n in found.mesh.items() if a not in found.kept_axes}
     first = found.ranks[0].graph
     assert first is not None
-    aligned = align(
+    aligned = align.align(
         first, found.reference[0].graph, [r.graph for r in found.ranks[1:] if r.graph is not None]
     )
     types = _border_types(program, aligned.graph, found.kept_axes)
@@ -189,20 +220,18 @@ def input_denotations(
 
 def _check_proved(program: Program) -> Report:
     """For programs too large to run: representative ranks are recorded under fake tensors."""
-    from spmdtypes.capture.align import align
     from spmdtypes.capture.fake import capture
 
     mesh = dict(program.mesh)
     ones = dict.fromkeys(mesh, 1)
     first = capture(program, mesh, 0)
     others = [capture(program, mesh, r) for r in representative_ranks(mesh)[1:]]
-    aligned = align(first, capture(program, ones, 0), others)
+    aligned = align.align(first, capture(program, ones, 0), others)
     inference = _infer(program, aligned.graph, mesh, (), None)
     types = _border_types(program, aligned.graph, ())
     run = _Run(inference, _judge(types, inference, mesh, {}))
     findings = _findings(program, run)
-    for d in aligned.divergences:
-        findings.append(_diverging_nodes(d, program))
+    findings += [_diverging_nodes(d, aligned.graph, program) for d in aligned.divergences]
     return _report(program, findings, _counts(run.verdicts), inference, None)
 
 
@@ -302,13 +331,22 @@ def _diverging(d: Divergence, program: Program) -> Finding:
     )
 
 
-def _diverging_nodes(d: object, program: Program) -> Finding:
+def _diverging_nodes(d: align.Divergence, graph: Graph, program: Program) -> Finding:
+    """Recorded rank programs that part at a collective."""
+    at = ", ".join(f"{a} {c}" for a, c in d.coords.items())
+    notes = []
+    for node, where, who in ((d.local, graph, "rank 0"), (d.other, d.other_graph, f"the rank at {at}")):
+        frames = place(where, node) if node is not None else ()
+        if frames and node is not None:
+            notes.append(Note(Span.of(frames[0]), f"{who} goes on with {node.op} here"))
     return Finding(
         "SPMD601",
         "error",
-        f"the ranks run different programs: {d}",
-        Span(str(program.file), program.line) if program.file else None,
+        f"rank 0 and the rank at {at} issue different collectives",
+        notes[0].span if notes else Span(str(program.file), program.line) if program.file else None,
+        tuple(notes),
         evidence="proved",
+        axes=tuple(a for a, c in d.coords.items() if c),
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from spmdtypes.borders import Mismatch, factor_number
 from spmdtypes.contracts import Program
 from spmdtypes.core.infer import Inference, Problem
+from spmdtypes.core.scalar import SCALARS
 from spmdtypes.diagnostics.finding import Evidence, Finding, Note, Span
 from spmdtypes.diagnostics.hints import hint_for
 from spmdtypes.diagnostics.trace import (
@@ -22,7 +23,7 @@ from spmdtypes.diagnostics.trace import (
     where_pending,
     where_standing,
 )
-from spmdtypes.graph import Graph
+from spmdtypes.graph import Graph, Node
 from spmdtypes.verdict import Verdict
 
 _MAX_NOTES = 10
@@ -35,6 +36,16 @@ _OF_PROBLEM = {
     "scale": "SPMD301",
     "rank": "SPMD105",
     "random": "SPMD501",
+}
+
+# Scalar functions and the ops that are nothing else.
+_PLAIN = {
+    "recip": ("reciprocal", "div"),
+    "sq": ("square", "pow"),
+    "max": ("clamp", "clamp_min", "maximum"),
+    "min": ("clamp", "clamp_max", "minimum"),
+    "trunc": ("to_copy", "copy"),
+    "pow": ("pow",),
 }
 
 
@@ -137,7 +148,7 @@ def _problem_cause(v: Verdict, p: Problem, inference: Inference) -> Cause:
         return Cause(
             "SPMD201", axes, [*began, (p.node, f"joins a gradient that is complete: {p.error.message}")]
         )
-    nodes: list[Step] = [(p.node, p.error.message), *began]
+    nodes: list[Step] = [(p.node, in_user_words(p.error.message, inference.graph.nodes[p.node])), *began]
     for r in p.operands:
         for a in axes:
             if (r, a) not in pending:
@@ -209,7 +220,7 @@ def _finding(cause: Cause, program: Program, inference: Inference) -> Finding:
     finding = Finding(
         code=cause.code,
         severity="error",
-        message=_message(cause, lead, program),
+        message=_message(cause, lead, program, graph),
         span=span,
         notes=tuple(_distinct(notes))[:_MAX_NOTES],
         evidence=_evidence(cause.verdicts),
@@ -294,12 +305,26 @@ def _over(axes: Sequence[str]) -> str:
     return " and ".join(axes)
 
 
-def _message(cause: Cause, lead: Verdict, program: Program) -> str:
+def in_user_words(message: str, node: Node) -> str:
+    """Rules speak of scalar functions ("recip is not linear"); the user wrote an op."""
+    first, _, rest = message.partition(" ")
+    op = node.op.split(".")[1].strip("_") if node.op.count(".") > 1 else node.op
+    if first not in SCALARS and first != "opaque":
+        return message
+    return (
+        f"{op} {rest}"
+        if first == op or first == "opaque" or op in _PLAIN.get(first, ())
+        else f"{op} ({first}) {rest}"
+    )
+
+
+def _message(cause: Cause, lead: Verdict, program: Program, graph: Graph) -> str:
     what = subject(lead.border, program)
     if cause.code == "SPMD201":
         return f"{what} is a partial sum over {_over(cause.axes)}: every rank holds only its own share"
     if lead.problem is not None and lead.problem.error.kind in _OF_PROBLEM:
-        return f"{what} is wrong: {lead.problem.error.message}"
+        told = in_user_words(lead.problem.error.message, graph.nodes[lead.problem.node])
+        return f"{what} is wrong: {told}"
     if lead.mismatch is not None and lead.mismatch.kind != "varying":
         return _mismatch_message(what, lead.mismatch, lead, program.mesh)
     return f"{what} {_tested_sentence(lead)}"
