@@ -95,6 +95,8 @@ def _merged(causes: list[Cause], graph: Graph) -> list[Cause]:
 
 def _key(cause: Cause, v: Verdict, graph: Graph) -> object:
     """Borders with equal keys share their cause: one place, or one omission for several gradients."""
+    if v.border.startswith("grad:") and cause.code in ("SPMD202", "SPMD301", "SPMD302"):
+        return ("scale", cause.axes)
     if v.problem is not None and cause.code != "SPMD201":
         return (v.problem.node,)
     if v.border.startswith("grad:") or not cause.nodes:
@@ -156,6 +158,8 @@ def _problem_cause(v: Verdict, p: Problem, inference: Inference) -> Cause:
     if v.ref is not None and p.error.kind in ("rank", "layout"):
         nodes += meeting(inference, p.node, v.ref) + placements_by_index(inference, p.node, v.ref)
     code = _OF_PROBLEM.get(p.error.kind) or _tested_code(v)
+    if code == "SPMD301" and v.border.startswith("grad:"):
+        code = "SPMD302"
     if code == "SPMD501" and "same" in p.error.message:
         code = "SPMD502"
     return Cause(code, axes, nodes)
