@@ -404,3 +404,21 @@ def test_what_replicas_should_share_is_tested_on_kept_axes_too() -> None:
     types: dict[str, Any] = {"inputs": {"x": "f32[8, 4]"}, "params": {"w": "[2@ep, 4]"}, "output": "f32[]"}
     found = differential.run(program(Contradictory, {"ep": 2}, **types))
     assert [(b.name, b.kind) for b in found.wrong] == [("output", "replicas differ")]
+
+
+def exchanges(model: Any, mesh: Any, x: Tensor) -> dict[str, Any]:
+    if mesh.size() > 1:
+        other = 1 - dist.get_rank()
+        here, there = torch.full((1,), 2.0), torch.empty(1)
+        receive = dist.P2POp(dist.irecv, there, other)
+        for work in dist.batch_isend_irecv([receive, dist.P2POp(dist.isend, here, other)]):
+            work.wait()
+    return {"size": float(mesh.size())}
+
+
+@pytest.mark.parametrize("keep_values", [False, True])
+def test_receives_posted_first_are_no_deadlock_and_numbers_count_as_results(keep_values: bool) -> None:
+    found = differential.run(program(Plain, {"dp": 2}, step=exchanges, **PLAIN), keep_values=keep_values)
+    assert found.divergence is None
+    assert not found.failures
+    assert [(b.name, b.ratio) for b in found.wrong] == [("result:size", 2.0)]

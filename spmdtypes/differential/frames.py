@@ -71,6 +71,16 @@ def from_engine() -> bool:
     return False
 
 
+def called_from(name: str) -> bool:
+    """Whether a library function of this name called, with no user code in between."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and is_library(frame.f_code):
+        if frame.f_code.co_name == name:
+            return True
+        frame = frame.f_back
+    return False
+
+
 class Trail:
     """The places ops came from, in order, repeats left out; taken out piece by piece."""
 

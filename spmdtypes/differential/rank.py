@@ -130,6 +130,7 @@ class _Run:
     params: dict[str, torch.Tensor] = field(default_factory=dict)
     inputs: dict[str, torch.Tensor] = field(default_factory=dict)
     module: torch.nn.Module | None = None
+    results: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def seed(self) -> int:
@@ -162,7 +163,8 @@ class _Run:
     def recorded(self) -> None:
         """The same under the recorder, which keeps every value and makes the graph."""
         rec = Recorder(self.job.mesh, self.coords, comms.group_axes(self.mesh), keep_values=True)
-        program = replace(self.job.program, build=lambda mesh: self.prepare(rec.pause))
+        step = self._watched_step if self.job.program.step is not None else None
+        program = replace(self.job.program, build=lambda mesh: self.prepare(rec.pause), step=step)
         done = record_program(program, self.mesh, self.coords, self.params, self.inputs, rec)
         self.out.borders = self._borders(done)
         self.out.values = within_limit(done.values)
@@ -180,7 +182,16 @@ class _Run:
         }
         if self.job.program.step is None:
             return found | gradients(self.module)
-        return found | finals(self.job.program, self.module)
+        plain = {f"result:{k}": _copy(v) for k, v in self.results.items() if _is_value(v)}
+        return plain | found | finals(self.job.program, self.module)
+
+    def _watched_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.job.program.step is not None
+        results = self.job.program.step(*args, **kwargs)
+        if not isinstance(results, Mapping):
+            raise TypeError(f"the step returned {type(results).__name__}, not a dict of results")
+        self.results = results
+        return results
 
 
 def _fingerprint(graph: Graph) -> int:
@@ -279,7 +290,7 @@ def run_program(
         results = program.step(module, mesh, **inputs)
         if not isinstance(results, Mapping):
             raise TypeError(f"the step returned {type(results).__name__}, not a dict of results")
-        borders = {f"result:{k}": _copy(v) for k, v in results.items()}
+        borders = {f"result:{k}": _copy(v) for k, v in results.items() if _is_value(v)}
         return borders | finals(program, module)
     output = module(**inputs)
     borders = {}

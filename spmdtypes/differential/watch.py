@@ -215,7 +215,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             root=root,
             peer=peer,
             splits=_splits(named, len(group)) if kind == "all_to_all" else None,
-            blocking=not named.get("async_op", True) or kind == "recv",
+            blocking=not named.get("async_op", True) or (kind == "recv" and frames.called_from("recv")),
             frames=spots,
         )
 
