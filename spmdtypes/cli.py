@@ -6,6 +6,8 @@ Exit codes: 0 clean, 1 an error was found, 2 something could not be checked.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import os
 import sys
 import traceback
@@ -136,7 +138,8 @@ def check_paths(
 def _check(entry: Entry, config: Config) -> Report:
     from spmdtypes.api import check_programs
 
-    return check_programs(entry.programs(), test=config.test, seed=config.seed)
+    with contextlib.redirect_stdout(io.StringIO()):  # what the user's program prints is not our output
+        return check_programs(entry.programs(), test=config.test, seed=config.seed)
 
 
 def _fail(run: Run, failure: CannotCheck, config: Config, args: argparse.Namespace, err: Console) -> None:

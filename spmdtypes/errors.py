@@ -40,20 +40,32 @@ def shown_path(path: str | Path) -> str:
 
 
 def user_frame(tb: TracebackType | None, file: str | Path | None = None) -> tuple[str, int] | None:
-    """The innermost frame in `file`; failing that, the innermost outside us and installed packages."""
-    frames = [(f.filename, f.lineno or 1) for f in traceback.extract_tb(tb)]
+    """The user's innermost frame, in `file` if any is."""
+    frames = [f for f in _frames(tb) if not _is_ours(f[0])]
     own = [f for f in frames if file is not None and f[0] == str(file)]
-    if own:
-        return own[-1]
-    users = [f for f in frames if is_user_file(f[0])]
-    return users[-1] if users else None
+    found = own or frames
+    return found[-1] if found else None
 
 
-def is_user_file(filename: str) -> bool:
-    """Neither ours, nor Python's, nor an installed package's."""
-    if any(part in filename for part in _LIBRARY) or filename.startswith(sys.base_prefix + "/lib"):
-        return False
-    return not Path(filename).is_relative_to(_PACKAGE)
+def _raised_by_us(tb: TracebackType | None) -> bool:
+    """Is our code nearer to the error than the user's?"""
+    frames = _frames(tb)
+    return bool(frames) and _is_ours(frames[-1][0])
+
+
+def _frames(tb: TracebackType | None) -> list[tuple[str, int]]:
+    """Ours and the user's, innermost last."""
+    frames = [(f.filename, f.lineno or 1) for f in traceback.extract_tb(tb)]
+    return [f for f in frames if _is_ours(f[0]) or not _is_library(f[0])]
+
+
+def _is_library(filename: str) -> bool:
+    """Python's own, or an installed package's."""
+    return any(part in filename for part in _LIBRARY) or filename.startswith(sys.base_prefix + "/lib")
+
+
+def _is_ours(filename: str) -> bool:
+    return Path(filename).is_relative_to(_PACKAGE)
 
 
 def blame(error: BaseException, doing: str, file: str | Path | None = None, line: int = 1) -> CannotCheck:
@@ -63,17 +75,17 @@ def blame(error: BaseException, doing: str, file: str | Path | None = None, line
     """
     if isinstance(error, CannotCheck):
         return error.at(file, line)
-    frame = user_frame(error.__traceback__, file)
-    place = frame or (file, line)
+    place = user_frame(error.__traceback__, file) or (file, line)
     excerpt = ""
     if isinstance(error, SyntaxError) and error.filename:
         place = (error.filename, error.lineno or 1)
         text, excerpt = f"syntax error: {error.msg}", _caret(error)
-    elif frame is None and _raised_here(error.__traceback__):
-        what = f"{type(error).__name__}: {_first_line(str(error))}"
-        text = f"internal error while {doing}: {what} (--debug shows where)"
     elif isinstance(error, RecursionError):
         text = f"{doing} recurses without end"
+    elif _raised_by_us(error.__traceback__) and not hasattr(error, "excerpt"):
+        place = (file, line)
+        what = f"{type(error).__name__}: {_first_line(str(error))}"
+        text = f"internal error while {doing}: {what} (--debug shows where)"
     else:
         message = getattr(error, "message", str(error))
         first = _first_line(str(message))
@@ -87,12 +99,6 @@ def blame(error: BaseException, doing: str, file: str | Path | None = None, line
 
 def _first_line(text: str) -> str:
     return next((m.strip() for m in text.splitlines() if m.strip()), "")
-
-
-def _raised_here(tb: TracebackType | None) -> bool:
-    """Did one of our own modules raise?"""
-    frames = traceback.extract_tb(tb)
-    return bool(frames) and Path(frames[-1].filename).is_relative_to(_PACKAGE)
 
 
 def _caret(error: SyntaxError) -> str:
