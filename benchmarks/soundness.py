@@ -82,14 +82,14 @@ class Tally:
             self.examples.setdefault(k, []).extend(v)
 
 
-def _arguments(x: Any, tensors: Iterator[Any], numbers: Iterator[Any]) -> Any:
+def arguments(x: Any, tensors: Iterator[Any], numbers: Iterator[Any]) -> Any:
     if isinstance(x, Tensor):
         return next(tensors)
     if isinstance(x, N):
         return next(numbers)
     if isinstance(x, (list, tuple)):
-        return [_arguments(y, tensors, numbers) for y in x]
-    return {k: _arguments(v, tensors, numbers) for k, v in x.items()} if isinstance(x, dict) else x
+        return [arguments(y, tensors, numbers) for y in x]
+    return {k: arguments(v, tensors, numbers) for k, v in x.items()} if isinstance(x, dict) else x
 
 
 def _numbers(x: Any) -> Iterator[int]:
@@ -129,15 +129,15 @@ class Trial:
     def call(self, tensors: Sequence[Tensor], numbers: Sequence[int]) -> Any:
         torch.default_generator.manual_seed(SEED)
         given, counts = iter([t.clone() for t in tensors]), iter(numbers)
-        args = _arguments(self.case.args, given, counts)
-        return self.case.function(*args, **_arguments(self.case.kwargs, given, counts))
+        args = arguments(self.case.args, given, counts)
+        return self.case.function(*args, **arguments(self.case.kwargs, given, counts))
 
     def derive(self, dens: Sequence[Denotation], numbers: Sequence[int]) -> Sequence[Any] | None:
         """Results per output; None when the call itself has no description."""
         literals = iter([v if v == r else Lit(v, r) for v, r in zip(numbers, self.numbers)])
         refs = iter([Ref(k) for k in range(len(self.tensors))])
-        args = _frozen(_arguments(self.case.args, refs, literals))
-        kwargs = {k: _frozen(v) for k, v in _arguments(self.case.kwargs, refs, literals).items()}
+        args = _frozen(arguments(self.case.args, refs, literals))
+        kwargs = {k: _frozen(v) for k, v in arguments(self.case.kwargs, refs, literals).items()}
         node = Node(0, self.case.op, args, kwargs)
         operands = [
             Operand(k, d.local_shape, tuple(t.shape), dtype_name(t.dtype))
@@ -184,6 +184,10 @@ def _refusal(op: str, tensors: Sequence[Tensor]) -> str:
     if "batch_norm" in op and "backward" not in op:
         if any(t.shape != (tensors[0].shape[1],) for t in tensors[1:]):
             return "statistics of another size"
+    if "_fused_" in op and len({t.shape for t in tensors if t.ndim == 2}) > 1:
+        return "lists of other shapes"
+    if "_fused_" in op and len({t.shape for t in tensors if t.ndim == 1}) > 1:
+        return "lists of other shapes"
     if "flash_attention" in op:
         q, k, v = tensors[-5:-2] if "backward" in op else tensors[:3]
         if q.shape[:2] != k.shape[:2] or k.shape != v.shape or q.shape[3] != k.shape[3]:
@@ -207,10 +211,9 @@ def judge(
     if isinstance(runs, str):
         promised = [r for r in results if isinstance(r, Denotation) and not r.varying]
         other = any(r.ref_shape != tuple(t.shape) for r, t in zip(promised, trial.reference))
-        tally.add(
-            "promised but refused" if promised and not other and not numbers else "refused",
-            f"{label}: {runs}",
-        )
+        whole = promised and len(promised) == len([r for r in results if r is not None])
+        bad = whole and not (other or numbers or "between 0 and 1" in runs)
+        tally.add("promised but refused" if bad else "refused", f"{label}: {runs}" if bad else "")
         return
     n = prod(trial.mesh.values())
     for k, (result, reference) in enumerate(zip(results, trial.reference)):
@@ -265,7 +268,7 @@ def check_case(case: Case, mesh: Mapping[str, int], limit: int, seed: int, uneve
     trial = Trial(case, mesh)
     options = [placements(t, mesh, uneven=uneven) for t in trial.tensors]
     literal = [trial.numbers] if uneven else variants(case, sorted({*mesh.values(), prod(mesh.values())}))
-    for chosen in _combinations(options, limit, rng):
+    for chosen in combinations(options, limit, rng):
         if uneven and not any(p.cuts for p in chosen):
             continue
         try:
@@ -278,7 +281,7 @@ def check_case(case: Case, mesh: Mapping[str, int], limit: int, seed: int, uneve
     return tally
 
 
-def _combinations(
+def combinations(
     options: list[list[Placement]], limit: int, rng: random.Random
 ) -> list[tuple[Placement, ...]]:
     """All of them when few; else a sample that favours operands cut alike."""

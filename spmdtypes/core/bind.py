@@ -166,12 +166,18 @@ def _bind_read(operand: int, subs: Sequence[Any], operands: Sequence[Denotation]
 
 
 def _bind_shape(operand: int, subs: Sequence[Any], operands: Sequence[Denotation], env: Env) -> None:
-    """As `_bind_read` for an operand whose elements are not read: where its sizes are those of
-    variables that have a layout already, it may be cut in any way."""
+    """As `_bind_read` for an operand whose elements are not read: dims with the sizes of variables
+    that have a layout already may be cut in any way."""
     have = operands[operand].layout if operand < len(operands) else None
-    bound = all(isinstance(s, Var) and s in env.of and not env.is_open(s) for s in subs)
-    if have is None or not bound or [env.sizes(s) for s in subs] != [*zip(have.local_shape, have.ref_shape)]:
-        _bind_read(operand, subs, operands, env)
+    if have is not None and all(isinstance(s, Var) for s in subs):
+        sizes = list(zip(have.local_shape, have.ref_shape))
+        rest = [d for d, s in enumerate(subs) if s not in env.of or env.is_open(s)]
+        settled = [d for d in range(len(subs)) if d not in rest]
+        apart = not any(set(block) & set(rest) and set(block) & set(settled) for block in have.blocks)
+        if settled and apart and all(env.sizes(subs[d]) == sizes[d] for d in settled):
+            env.put([subs[d] for d in rest], have.restrict(rest), operand, rest)
+            return
+    _bind_read(operand, subs, operands, env)
 
 
 def as_variable(sub: Any, operands: Sequence[Denotation]) -> Var | None:

@@ -386,6 +386,7 @@ def masked_scatter(x: Operand, mask: Operand, source: Operand) -> OpSpec:
     shown = spread(mask, vars)
     inner = names(mask.ndim, "m")
     every = total("sum", inner, fn("opaque", *map(Iota, inner), mask[tuple(inner)]))
-    taken = whole_of(source, names(source.ndim, "s"), range(source.ndim))
-    value = fn("opaque", *map(Iota, vars), every, taken)
+    inner = names(source.ndim, "s")
+    taken = fn("opaque", *map(Iota, vars), *map(Iota, inner), every) * source[tuple(inner)]
+    value = total("sum", inner, taken)
     return OpSpec.of(Out(tuple(vars), fn("where", shown, value, x[tuple(vars)])))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import log
 from typing import Any
 
 from spmdtypes.core.spec import Expr, Operand, OpSpec, fn
@@ -33,9 +34,7 @@ BINARY = {
     "hypot": "hypot",
     "logaddexp": "logaddexp",
     "logaddexp2": "logaddexp2",
-    "nextafter": "opaque",
     "complex": "complex",
-    "gcd": "opaque",
 }
 COMPARE = {"eq": "eq", "ne": "ne", "lt": "lt", "le": "le", "gt": "gt", "ge": "ge"}
 BITWISE = {"and": "bitand", "or": "bitor", "xor": "bitxor", "left_shift": "shl", "right_shift": "shr"}
@@ -146,6 +145,8 @@ def pow_scalar(x: Operand, exponent: Any) -> OpSpec:
 
 @op("pow.Tensor_Tensor pow.Scalar")
 def pow_tensor(x: Any, exponent: Any) -> OpSpec:
+    if isinstance(x, (int, float)) and x > 0:
+        return elementwise(lambda b: fn("exp", b * log(x)), exponent)
     return elementwise(lambda a, b: fn("pow", a, b), x, exponent)
 
 

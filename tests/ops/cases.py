@@ -87,11 +87,11 @@ def _pointwise(c: _Make) -> None:
         if name not in _COMPLEX:
             c(name, p + 1 if name == "acosh" else p if name in _POSITIVE + _UNIT else x)
     for name in BINARY:
-        if name not in ("complex", "gcd"):
+        if name != "complex":
             c(name, x, y)
     for name in COMPARE:
         c(f"{name}.Tensor", x.round(), y.round())
-        c(f"{name}.Scalar", x, 0.3)
+        c(f"{name}.Scalar", x.round(), 1.0)
     for name in BITWISE:
         c(f"bitwise_{name}.Tensor", c.below(4, 4, 8), c.below(4, 4, 8))
     for name in ("and", "or", "xor"):
