@@ -88,3 +88,19 @@ def test_positions_agree_with_the_digit_by_digit_ones() -> None:
     for layout in (strided, Layout.sharded((11, 6), {0: ("tp",)}, MESH)):
         for c in all_coords(MESH):
             assert positions(layout, tuple(c.items())).flatten().tolist() == simulate.local_indices(layout, c)
+
+
+def test_an_open_dim_is_judged_by_its_own_numbers() -> None:
+    """What was worked out for the whole value is not used for one slice of it."""
+    rows = X[:, :1]
+    den = Denotation(Layout.join([(Layout.replicated((12,)), (0,)), (Layout.opened(2, 6), (1,))], 2))
+    pending = replace(den, partial=frozenset(["tp"]), op="sum")
+    seen_once = seen(lambda c: (rows * SHARES[c["tp"]]).expand(12, 2), rows.expand(12, 6))
+    assert search([seen_once]) == []
+    assert holds(pending, seen_once) is True
+    assert holds(den, seen_once) is False
+
+
+def test_empty_values_have_a_reading() -> None:
+    nothing = X[:0]
+    assert [str(d) for d in search([seen(lambda c: nothing, nothing)])][:1] == ["0 6"]

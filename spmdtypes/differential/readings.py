@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
 
@@ -20,6 +20,7 @@ from spmdtypes.core.denotation import Denotation, RuleError, scale_of_ratio
 from spmdtypes.core.layout import Layout, LayoutError
 from spmdtypes.differential.layout import all_coords
 
+PROBE = 32  # elements looked at first
 MAX_STRIDED = 48  # layouts tried per dim cut by strided axes
 FLOOR = 1e-14  # absolute: what is left of terms that cancel
 OPS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -38,6 +39,7 @@ class Observation:
     locals: tuple[Tensor, ...]
     reference: Tensor
     tolerance: float = 1e-8
+    memo: dict[tuple[frozenset[str], str], list[tuple[dict[str, int], Tensor]]] = field(default_factory=dict)
 
     @cached_property
     def coords(self) -> list[dict[str, int]]:
@@ -89,6 +91,11 @@ class Observation:
 
     def reduced(self, axes: frozenset[str], op: str) -> list[tuple[dict[str, int], Tensor]]:
         """One reduced value for each combination of the other coordinates; none when shapes differ."""
+        if (axes, op) not in self.memo:
+            self.memo[axes, op] = self._reduce(axes, op)
+        return self.memo[axes, op]
+
+    def _reduce(self, axes: frozenset[str], op: str) -> list[tuple[dict[str, int], Tensor]]:
         if not axes:
             return list(zip(self.coords, self.parts))
         groups: dict[tuple[tuple[str, int], ...], list[Tensor]] = {}
@@ -142,6 +149,7 @@ def _holds_open(den: Denotation, seen: Observation) -> bool | None:
         seen,
         locals=tuple(_first(t, opened) for t in seen.locals),
         reference=_first(seen.reference, opened),
+        memo={},
     )
     return holds(replace(den, layout=layout), thin)
 
@@ -229,7 +237,10 @@ def _scaled(den: Denotation, seen: Observation) -> Iterator[Denotation]:
     index = positions(den.layout, tuple((a, coords[a]) for a, _ in den.layout.axis))
     if tuple(index.shape) != tuple(value.shape):
         return
-    want = seen.whole.reshape(-1)[index]
+    whole = seen.whole.reshape(-1)
+    if not _may_fit(value.reshape(-1)[:PROBE], whole[index.reshape(-1)[:PROBE]], seen.slack):
+        return
+    want = whole[index]
     if seen.close(value, want):
         yield den
         return
@@ -245,6 +256,17 @@ def _scaled(den: Denotation, seen: Observation) -> Iterator[Denotation]:
         yield replace(den, scale=scale)
 
 
+def _may_fit(value: Tensor, want: Tensor, slack: float) -> bool:
+    """A quick look at the first elements: can one be a multiple of the other?"""
+    if len(value) == 0 or not bool((value.isfinite() & want.isfinite()).all()):
+        return True
+    size, at = value.abs().max(0)
+    if float(size) <= slack:
+        return True
+    c = float(want[at]) / float(value[at])
+    return float((value * c - want).abs().max()) <= 4 * slack * max(1.0, abs(c)) * len(value)
+
+
 def layouts(seen: Observation) -> Iterator[Layout]:
     """Layouts that fit the shapes: axes cut the dims whose local and reference sizes differ."""
     whole = tuple(seen.reference.shape)
@@ -253,6 +275,9 @@ def layouts(seen: Observation) -> Iterator[Layout]:
         yield from _uneven(seen, whole, mesh)
         return
     local = tuple(seen.locals[0].shape)
+    if local == whole:
+        yield Layout.replicated(whole)
+        return
     if any(n == 0 for n in local) or any(w % n for n, w in zip(local, whole)):
         yield from _uneven(seen, whole, mesh)
         return
@@ -289,7 +314,7 @@ def _cuts(
     yield plain
     splits = [list(itertools.islice(_splits(local[d], len(cut[d])), MAX_STRIDED)) for d in dims]
     for choice in itertools.islice(itertools.product(*splits), 1, 4 * MAX_STRIDED):
-        layout = _strided(local, whole, dict(zip(dims, choice)), cut, mesh)
+        layout = _strided(local, whole, tuple(zip(dims, choice)), tuple(cut.items()), tuple(mesh.items()))
         if layout is not None and layout != plain:
             yield layout
 
@@ -301,13 +326,15 @@ def _splits(size: int, axes: int) -> Iterator[tuple[int, ...]]:
     yield from sorted(found, key=lambda c: (sum(k > 1 for k in c), c))
 
 
+@lru_cache(4096)
 def _strided(
     local: tuple[int, ...],
     whole: tuple[int, ...],
-    splits: Mapping[int, tuple[int, ...]],
-    cut: Mapping[int, tuple[str, ...]],
-    mesh: Mapping[str, int],
+    splits_of: tuple[tuple[int, tuple[int, ...]], ...],
+    axes_of: tuple[tuple[int, tuple[str, ...]], ...],
+    sizes: tuple[tuple[str, int], ...],
 ) -> Layout | None:
+    splits, cut, mesh = dict(splits_of), dict(axes_of), dict(sizes)
     shape: list[int] = []
     cuts: dict[int, tuple[str, ...]] = {}
     for d, n in enumerate(local):
