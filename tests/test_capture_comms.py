@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from spmdtypes.capture import comms
@@ -310,3 +311,33 @@ def test_collectives_of_real_ranks() -> None:
     x = torch.arange(24.0).reshape(4, 6)
     torch.testing.assert_close(torch.tensor(values[Ref(reduced.id)]), x + x * 2 + 1)
     assert Path(graph.frames(reduced)[0].file).name == Path(__file__).name
+
+
+def test_ddp_of_real_ranks() -> None:
+    def body(mesh: DeviceMesh, x: Tensor) -> Tensor:
+        torch.manual_seed(1)
+        net = torch.nn.Linear(6, 3)
+        wrapped = torch.nn.parallel.DistributedDataParallel(net, process_group=mesh.get_group("tp"))
+        wrapped(x / 24).square().sum().backward()
+        assert net.weight.grad is not None
+        return net.weight.grad * 1
+
+    for graph, _ in on_ranks(2, body):
+        gradients = [n.comm for n in graph.nodes if n.comm is not None and n.comm.kind == "all_reduce"]
+        assert [c.reduce_op for c in gradients] == ["sum"]
+
+
+def test_fsdp_of_real_ranks() -> None:
+    def body(mesh: DeviceMesh, x: Tensor) -> Tensor:
+        torch.manual_seed(1)
+        net = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+        for layer in (net[0], net[2]):
+            fully_shard(layer, mesh=mesh)
+        fully_shard(net, mesh=mesh)
+        net(x / 24).square().sum().backward()
+        grad = net[0].weight.grad
+        assert isinstance(grad, DTensor)
+        return grad.full_tensor() * 1
+
+    (graph, _), *_ = on_ranks(2, body)
+    assert {n.comm.axes for n in graph.nodes if n.comm is not None} == {("tp",)}

@@ -121,16 +121,17 @@ class Pending:
 
     reduce: tuple[str, float | None] = ("unknown", None)
     premul: float | None = None
-    issued: list[Started] = field(default_factory=list)
+    issued: list[Started] | None = None  # None: no Python call in progress, C++ will wait by itself
     works: dict[int, tuple[Any, list[Started]]] = field(default_factory=dict)
     loose: list[Started] = field(default_factory=list)  # issued inside a coalescing block
 
     @contextmanager
     def call(self, reduce: tuple[str, float | None]) -> Iterator[list[Started]]:
         before = self.reduce, self.issued
-        self.reduce, self.issued = reduce, []
+        issued: list[Started] = []
+        self.reduce, self.issued = reduce, issued
         try:
-            yield self.issued
+            yield issued
         finally:
             self.reduce, self.issued = before
 
@@ -255,7 +256,7 @@ def in_place(rec: Recorder, info: OpInfo, func: Any, args: Any, kwargs: Any) -> 
     pg = _group_of(args)
     name = func._schema.name.split("::")[1]
     exchanges = _C10D[name](args, pg.size())
-    sync = name not in _NO_ASYNC and not given.get("async_op", True)
+    sync = rec.pending.issued is None or (name not in _NO_ASYNC and not given.get("async_op", True))
     results = [record(rec, e, pg) for e in exchanges]
     real = rec.keep_values and not any(isinstance(t, FakeTensor) for e in exchanges for t in e.inputs + e.outputs)
     copies: dict[int, Tensor] = {}
@@ -277,7 +278,7 @@ def in_place(rec: Recorder, info: OpInfo, func: Any, args: Any, kwargs: Any) -> 
             store(rec, e, result)
 
     started = Started(complete)
-    if sync:
+    if sync or rec.pending.issued is None:
         started.finish()
     else:
         rec.pending.issued.append(started)

@@ -23,21 +23,13 @@ class Draw:
     rng: str
 
 
-class Streams:
-    """Identities of random streams. With fake tensors nothing is drawn, so draws are counted: the
-    generator's state (moved by seeding and restoring only) plus the draws seen in that state."""
-
-    def __init__(self) -> None:
-        self.counts: dict[str, int] = {}
-
-    def identify(self, generator: torch.Generator, fake: bool) -> str:
-        state = generator.get_state()
-        digest = hashlib.blake2b(state.numpy().tobytes(), digest_size=8).hexdigest()
-        if not fake:
-            return digest
-        count = self.counts.get(digest, 0)
-        self.counts[digest] = count + 1
-        return f"{digest}+{count}"
+def identify(generator: torch.Generator, fake: bool) -> str:
+    """The identity of a stream: what it will draw next. Fake tensors draw nothing, so one number is
+    drawn for each of their draws; seeding, saving and restoring then work as they do for real."""
+    state = generator.get_state()
+    if fake:
+        torch.empty(1).uniform_(generator=generator)
+    return hashlib.blake2b(state.numpy().tobytes(), digest_size=8).hexdigest()
 
 
 def special(func: Any) -> Callable[..., Any] | None:
@@ -60,8 +52,9 @@ def run(rec: Recorder, info: OpInfo, func: Any, args: Any, kwargs: Any) -> Any:
         return rec.plain(info, func, args, kwargs)
     raw = rec.begin(info.name, func, args, kwargs)
     generator = given.get("generator") or torch.default_generator
+    fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
     with rec.quiet():
-        raw.rng = rec.streams.identify(generator, not _draws_for_real(args, rec))
+        raw.rng = identify(generator, fake)
     out = func(*args, **kwargs)
     if rec.on_random is not None:
         rec.draw = Draw(info.name, raw.rng)
@@ -70,10 +63,6 @@ def run(rec: Recorder, info: OpInfo, func: Any, args: Any, kwargs: Any) -> Any:
         rec.draw = None
     rec.finish(raw, info, args, kwargs, out)
     return out
-
-
-def _draws_for_real(args: Any, rec: Recorder) -> bool:
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None
 
 
 def _substitute(rec: Recorder, name: str, given: dict[str, Any], out: Any) -> Any:

@@ -99,12 +99,14 @@ def environment(world_size: int, rank: int, fake: bool = True) -> Iterator[None]
         if fake:
             _fake_group(world_size, rank)
             stack.callback(_destroy)
+            stack.callback(torch.set_rng_state, torch.get_rng_state())
         patches = stack.enter_context(_patches())
         patches.environ({k: str(v) for k, v in values.items()} | address)
         if fake:
             _patch_groups(patches)
         _patch_mesh(patches)
         _patch_compile(patches, stack)
+        _patch_ddp(patches, fake)
         _patch_cuda(patches, rank)
         stack.enter_context(_CudaIsCpu())
         yield
@@ -192,6 +194,40 @@ def _patch_compile(patches: Patches, stack: contextlib.ExitStack) -> None:
     patches.set(torch.nn.Module, "compile", lambda self, *args, **kwargs: None)
     if "torch._dynamo" in sys.modules:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
+
+
+def _patch_ddp(patches: Patches, fake: bool) -> None:
+    """DDP reduces gradients in C++, where neither the operator nor the wait can be seen and where a
+    group that does not communicate is refused; a comm hook does the same from Python."""
+    ddp = torch.nn.parallel.DistributedDataParallel
+    init, register = ddp.__init__, ddp.register_comm_hook
+
+    @functools.wraps(init)
+    def init_with_hook(self: Any, *args: Any, **kwargs: Any) -> None:
+        if fake:
+            kwargs["init_sync"] = False
+        for name in ("device_ids", "output_device"):
+            kwargs.pop(name, None)
+        init(self, args[0] if args else kwargs.pop("module"), None, None, *args[3:], **kwargs)
+        chosen: list[Any] = [None, _average]
+
+        def hook(state: Any, bucket: Any) -> Any:
+            state, reduce = chosen
+            return reduce(self.process_group if reduce is _average else state, bucket)
+
+        hook.__annotations__.clear()  # DDP compares them as objects, not as text
+        register(self, None, hook)
+        self.__dict__["register_comm_hook"] = lambda state, hook: chosen.__setitem__(slice(None), [state, hook])
+
+    patches.set(ddp, "__init__", init_with_hook)
+
+
+def _average(group: Any, bucket: Any) -> Any:
+    buffer = bucket.buffer().div_(group.size())
+    dist.all_reduce(buffer, group=group)
+    future: Any = torch.futures.Future()
+    future.set_result(buffer)
+    return future
 
 
 # ---- the accelerator is the CPU

@@ -73,7 +73,6 @@ class Recorder(TorchDispatchMode):
         self.draw: draws.Draw | None = None  # the random op being drawn, while `on_random` runs
         self.pending = comms.Pending()
         self.shadows = shadow.Shadows()
-        self.streams = draws.Streams()
         self.module_stack: list[str] = []
         self.module_names: dict[int, str] = {}
         self.names: dict[View, str] = {}
