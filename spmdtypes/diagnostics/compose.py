@@ -160,7 +160,7 @@ def _problem_cause(v: Verdict, p: Problem, inference: Inference) -> Cause:
     code = _OF_PROBLEM.get(p.error.kind) or _tested_code(v)
     if code == "SPMD301" and v.border.startswith("grad:"):
         code = "SPMD302"
-    if code == "SPMD501" and "same" in p.error.message:
+    if code == "SPMD501" and "draws the same numbers" in p.error.message:
         code = "SPMD502"
     return Cause(code, axes, nodes)
 
