@@ -354,6 +354,13 @@ def _counts(verdicts: Sequence[Verdict]) -> Counter[str]:
     return Counter(v.evidence if v.status != "unknown" else "unknown" for v in verdicts)
 
 
+def report_of(
+    program: Program, findings: Sequence[Finding], verdicts: Sequence[Verdict], inference: Inference
+) -> Report:
+    """The report of what the rules found."""
+    return _report(program, findings, _counts(verdicts), inference, None)
+
+
 def _report(
     program: Program,
     findings: Sequence[Finding],
