@@ -7,7 +7,7 @@ from spmdtypes.core import ranks
 from spmdtypes.core.denotation import Denotation
 from spmdtypes.core.infer import infer
 from spmdtypes.core.spec import OpSpec, Out, axes, fn, total
-from spmdtypes.graph import Comm, Graph, Node, Ref, TensorMeta
+from spmdtypes.graph import Comm, Graph, Lit, Node, Ref, TensorMeta
 from spmdtypes.notation import parse
 
 MESH = {"dp": 2, "tp": 4}
@@ -227,3 +227,18 @@ def test_the_core_needs_no_torch():
         "assert not {'torch', 'sympy', 'numpy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def const(*values, shape=()):
+    p = Program()
+    x = p.add("const", shape=shape)
+    p.graph.nodes[0].args = values
+    return p.infer().values[x]
+
+
+def test_constants_say_what_they_are():
+    assert const((0.0, 0.0), shape=(2,)).is_zero
+    assert str(const((1.0, 2.0), shape=(2,))) == "2"
+    assert str(const((Lit(4, 1),))) == "x tp^-1"
+    assert const((Lit(0, 0, (("tp", 3),)),)).varying == {"tp"}
+    assert const((Lit(1.0, 5.0), Lit(2.0, 7.0)), shape=(2,)).varying == {"dp", "tp"}

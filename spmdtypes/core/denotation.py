@@ -271,4 +271,4 @@ def _show(d: Denotation) -> str:
     if parts:
         text = f"{text} | {' '.join(parts)}".strip()
     rest = tuple((a, k) for a, k in sorted(scale.items()) if k)
-    return f"{text} x {show_scale(rest)}" if rest else text
+    return f"{text} x {show_scale(rest)}".strip() if rest else text

@@ -209,7 +209,7 @@ class _Pass:
         return den if den is not None else RuleError("missing", f"nothing says how {node.name} is placed")
 
     def _const(self, node: Node) -> tuple[Result, ...]:
-        """The same tensor on every rank and in the reference, unless a literal says otherwise."""
+        """The same tensor on every rank and in the reference, unless its literals say otherwise."""
         out: list[Result] = []
         for k, meta in enumerate(node.outs):
             ref = node.ref_outs[k] if node.ref_outs and k < len(node.ref_outs) else None
@@ -218,14 +218,25 @@ class _Pass:
             elif ref is not None and ref.shape != meta.shape:
                 text = f"a constant of shape {_shape(meta.shape)} here, {_shape(ref.shape)} in the reference"
                 out.append(RuleError("unsupported", text, frozenset(self.mesh)))
-            elif any(isinstance(a, Lit) for a in node.args):
-                lit = next(a for a in node.args if isinstance(a, Lit))
-                vars = tuple(Var(f"c{d}") for d in range(len(meta.shape)))
-                spec = OpSpec.of(Out(vars, Const(lit)), sizes=dict(zip(vars, meta.shape)))
-                out += derivation(spec, (), self.mesh).outs
             else:
-                out.append(Denotation.replicate(meta.shape))
+                out.append(self._filled(meta.shape, node.args))
         return tuple(out)
+
+    def _filled(self, shape: tuple[int, ...], args: tuple[Any, ...]) -> Result:
+        """A constant whose numbers may be known: one number throughout, or one a position."""
+        numbers = args[0] if args and isinstance(args[0], tuple) else args
+        if not numbers or not all(isinstance(x, (bool, int, float, Lit)) for x in numbers):
+            return Denotation.replicate(shape)
+        first = numbers[0]
+        if all(x == first and type(x) is type(first) for x in numbers):
+            vars = tuple(Var(f"c{d}") for d in range(len(shape)))
+            spec = OpSpec.of(Out(vars, Const(first)), sizes=dict(zip(vars, shape)))
+            return derivation(spec, (), self.mesh).outs[0]
+        if not any(isinstance(x, Lit) for x in numbers):
+            return Denotation.replicate(shape)
+        text = "a constant whose numbers differ from the reference's"
+        lost = Denotation.replicate(shape).poisoned(frozenset(self.mesh), text)
+        return RuleError("rank", text, frozenset(self.mesh), poisoned=lost)
 
     # -- rules ----------------------------------------------------------------------------------
 

@@ -159,7 +159,12 @@ def _shape_around(x: Layout, local: Shape) -> Shape:
     middle = local[head : len(local) - tail]
     want = prod(x.ref_shape[head : x.ndim - tail])
     if prod(middle) != want:
-        if len(middle) != 1:
+        extra, rest = divmod(prod(middle), want)
+        if len(middle) == 1:
+            middle = (want,)
+        elif not rest and extra in middle:  # a dim that only counts ranks
+            k = middle.index(extra)
+            middle = (*middle[:k], 1, *middle[k + 1 :])
+        else:
             raise LayoutError("reference shape unknown", unsupported=True)
-        middle = (want,)
     return (*x.ref_shape[:head], *middle, *x.ref_shape[x.ndim - tail :])
