@@ -31,7 +31,9 @@ Body = Callable[[DeviceMesh, Tensor], Tensor | None]
 def recorded(mesh: dict[str, int], rank: int, device_mesh: DeviceMesh, body: Body, x: Tensor) -> Functional:
     """Record `body` on real tensors."""
     groups = comms.Groups(mesh, {})
-    rec = Recorder(mesh, dict(zip(mesh, groups.coords(rank))), comms.group_axes(device_mesh), keep_values=True)
+    rec = Recorder(
+        mesh, dict(zip(mesh, groups.coords(rank))), comms.group_axes(device_mesh), keep_values=True
+    )
     with rec.recording():
         rec.bind(x, "x")
         out = body(device_mesh, x)
@@ -64,7 +66,7 @@ def only(body: Body, mesh: dict[str, int] | None = None, rank: int = 0) -> Comm:
 
 
 @pytest.mark.parametrize(
-    "ranks,axes",
+    ("ranks", "axes"),
     [
         ([0, 1], ("c",)),
         ([0, 2], ("b",)),
@@ -94,7 +96,13 @@ def test_groups_of_all_kinds() -> None:
 
     spans = [(c.axes, c.ranks) for c in nodes(alone(body))]
     both = ("dp", "tp")
-    assert spans == [(both, (0, 1, 2, 3)), (("tp",), (0, 1)), (both, (0, 1, 2, 3)), (("dp",), (0, 2)), ((), (0, 3))]
+    assert spans == [
+        (both, (0, 1, 2, 3)),
+        (("tp",), (0, 1)),
+        (both, (0, 1, 2, 3)),
+        (("dp",), (0, 2)),
+        ((), (0, 3)),
+    ]
 
 
 def test_axes_of_size_one_are_told_by_their_group() -> None:
@@ -109,7 +117,9 @@ def test_axes_of_size_one_are_told_by_their_group() -> None:
 # ---- which operator
 
 
-@pytest.mark.parametrize("name,canonical", [("SUM", "sum"), ("AVG", "avg"), ("MAX", "max"), ("PRODUCT", "prod")])
+@pytest.mark.parametrize(
+    ("name", "canonical"), [("SUM", "sum"), ("AVG", "avg"), ("MAX", "max"), ("PRODUCT", "prod")]
+)
 def test_reduce_operators(name: str, canonical: str) -> None:
     op = getattr(dist.ReduceOp, name)
 
@@ -237,7 +247,7 @@ def test_an_async_collective_nobody_waits_for_changes_nothing() -> None:
         return y + 1
 
     graph = alone(body)
-    assert graph.nodes[-1].args[0] == Ref([n.id for n in graph.nodes if n.op == "aten.mul.Tensor"][0])
+    assert graph.nodes[-1].args[0] == Ref(next(n.id for n in graph.nodes if n.op == "aten.mul.Tensor"))
     assert len(nodes(graph)) == 1
 
 
@@ -268,7 +278,9 @@ def on_ranks(world: int, body: Body) -> list[tuple[Graph, dict[Ref, list[Any]]]]
     context = mp.get_context("fork")
     with tempfile.TemporaryDirectory() as path:
         pipes = [context.Pipe() for _ in range(world)]
-        ranks = [context.Process(target=_rank, args=(r, world, path, body, pipes[r][1])) for r in range(world)]
+        ranks = [
+            context.Process(target=_rank, args=(r, world, path, body, pipes[r][1])) for r in range(world)
+        ]
         for r in ranks:
             r.start()
         results = []

@@ -32,10 +32,12 @@ def pure(run: Callable[[dict[str, Tensor]], dict[str, Tensor]], inputs: dict[str
     done = functionalise(rec, {k: rec.view(t) for k, t in results.items()})
     graph = done.graph
     drawn = lambda node: [done.values.get(Ref(node.id, k)) for k in range(len(node.outs))]  # noqa: E731
-    constants = {n.id: done.values[Ref(n.id)] for n in graph.nodes if n.op == "const" and Ref(n.id) in done.values}
+    constants = {
+        n.id: done.values[Ref(n.id)] for n in graph.nodes if n.op == "const" and Ref(n.id) in done.values
+    }
     env = replay(graph, given_values, lambda node, _: drawn(node), constants, drawn)
     for name, t in results.items():
-        torch.testing.assert_close(env[graph.outputs[name]], t.detach(), equal_nan=True, msg=lambda m: f"{name}: {m}")
+        torch.testing.assert_close(env[graph.outputs[name]], t.detach(), equal_nan=True)
     for ref, value in done.values.items():
         if not graph.nodes[ref.node].op.startswith(("aten.empty", "aten.new_empty")):
             torch.testing.assert_close(env[ref], value, equal_nan=True)
@@ -244,7 +246,7 @@ def test_optimizer_steps(make: Callable[[Any], torch.optim.Optimizer]) -> None:
         for _ in range(2):
             optimizer.step(closure)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        return {n: p for n, p in model.named_parameters()} | {
+        return dict(model.named_parameters()) | {
             f"grad {n}": p.grad for n, p in model.named_parameters() if p.grad is not None
         }
 

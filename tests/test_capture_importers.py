@@ -45,7 +45,7 @@ def test_export() -> None:
     linear = next(n for n in graph.nodes if n.module == "inner")
     relu = next(n for n in graph.nodes if n.op == "aten.relu.default")
     assert linear.op.startswith("aten.")
-    assert [Path(f.file).name for f in graph.frames(relu)][0] == Path(__file__).name
+    assert Path(graph.frames(relu)[0].file).name == Path(__file__).name
 
 
 def test_functional_collectives_in_fx() -> None:

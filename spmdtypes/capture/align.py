@@ -52,7 +52,13 @@ def align(local: Graph, reference: Graph | None, others: Sequence[Graph] = ()) -
         peers = [g.nodes[t[i]] if t[i] is not None else None for g, t in zip(others, tables)]  # type: ignore[index]
         nodes.append(_merge(node, ref, peers, literals))
     graph = Graph(
-        local.mesh, local.coords, nodes, dict(local.outputs), local.stacks, list(local.notes), dict(local.dtensors)
+        local.mesh,
+        local.coords,
+        nodes,
+        dict(local.outputs),
+        local.stacks,
+        list(local.notes),
+        dict(local.dtensors),
     )
     if reference is not None:
         _infer_missing(graph, refs)
@@ -71,11 +77,11 @@ def _merge(node: Node, ref: Node | None, peers: list[Node | None], literals: _Li
             k: literals.merge(v, ref and ref.kwargs.get(k), [p and p.kwargs.get(k) for p in peers])
             for k, v in kwargs.items()
         }
-    new = Node(
-        node.id, node.op, args, kwargs, node.outs, node.stack, node.phase, node.module, node.forward, node.name,
-        node.comm, node.rng, node.assumed, None if ref is None else ref.id, None if ref is None else ref.outs,
-        node.forward_stack,
-    )  # fmt: skip
+    new = Node(node.id, node.op, args, kwargs, node.outs, node.stack, node.phase, node.module, node.forward)
+    new.name, new.comm, new.rng, new.assumed = node.name, node.comm, node.rng, node.assumed
+    new.forward_stack = node.forward_stack
+    if ref is not None:
+        new.ref, new.ref_outs = ref.id, ref.outs
     if node.rng is not None:
         new.rng_axes = literals.differing([None if p is None else p.rng for p in peers], node.rng)
     return new
@@ -119,13 +125,15 @@ class _Literals:
         if any(p is not None and not _equal(p, q) for p, q in zip(peers, predicted)):
             return Lit(x, ref, (), affine=False)
         origin = x - sum(g * self.coords[a] for a, g in growth.items())
-        return Lit(origin, ref, tuple((a, g) for a, g in growth.items() if g))
+        return Lit(origin, ref, tuple((a, growth[a]) for a in self.coords if growth.get(a)))
 
     def differing(self, streams: list[str | None], own: str) -> tuple[str, ...] | None:
         """The axes along which another rank's random stream is not this one's."""
         if all(s is None for s in streams):
             return None
-        found = {next(iter(s)) for s, r in zip(self.steps, streams) if r is not None and len(s) == 1 and r != own}
+        found = {
+            next(iter(s)) for s, r in zip(self.steps, streams) if r is not None and len(s) == 1 and r != own
+        }
         return tuple(a for a in self.coords if a in found)
 
 

@@ -2,151 +2,27 @@
 
 from __future__ import annotations
 
-import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroup, Work
 from torch._subclasses import FakeTensor
 
 from spmdtypes.capture import shadow
+from spmdtypes.capture.groups import Groups as Groups
+from spmdtypes.capture.groups import group_axes as group_axes
+from spmdtypes.capture.pending import Started
 from spmdtypes.capture.raw import Raw, Res, View
 from spmdtypes.graph import Comm, TensorMeta
 
 if TYPE_CHECKING:
     from spmdtypes.capture.recorder import OpInfo, Recorder
 
-_REDUCE_NAMES = {
-    "SUM": "sum",
-    "AVG": "avg",
-    "MAX": "max",
-    "MIN": "min",
-    "PRODUCT": "prod",
-    "BAND": "band",
-    "BOR": "bor",
-    "BXOR": "bxor",
-    "PREMUL_SUM": "premul_sum",
-}
 _FUNCTIONAL_REDUCE = {"product": "prod"}
-
-
-def reduce_name(op: Any) -> str:
-    """The canonical name of a torch ReduceOp; "unknown" when it cannot be told."""
-    for name, canonical in _REDUCE_NAMES.items():
-        known = getattr(dist.ReduceOp, name, None)
-        try:
-            if known is not None and op == known:
-                return canonical
-        except TypeError:
-            continue
-    return "unknown"
-
-
-class Groups:
-    """Process groups as products of mesh axes."""
-
-    def __init__(self, mesh: Mapping[str, int], names: dict[str, tuple[str, ...]]) -> None:
-        self.mesh = dict(mesh)
-        self.names = names
-        self._known: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {}
-
-    def locate(self, group: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        """(axes, ranks) of a group object or name."""
-        if not isinstance(group, str):
-            group = group.group_name
-        found = self._known.get(group)
-        if found is None:
-            pg = dist.distributed_c10d._resolve_process_group(group)
-            ranks = tuple(dist.get_process_group_ranks(pg))
-            found = self._known[group] = (self.names.get(group) or self.axes(ranks), ranks)
-        return found
-
-    def axes(self, ranks: tuple[int, ...]) -> tuple[str, ...]:
-        """The axes whose product `ranks` is, outermost first; () when it is none."""
-        coords = [self.coords(r) for r in ranks]
-        varied = [i for i in range(len(self.mesh)) if any(c[i] != coords[0][i] for c in coords)]
-        sizes = list(self.mesh.values())
-        full = math.prod(sizes[i] for i in varied) == len(ranks) and len(set(coords)) == len(ranks)
-        return tuple(list(self.mesh)[i] for i in varied) if full else ()
-
-    def coords(self, rank: int) -> tuple[int, ...]:
-        out = []
-        for n in reversed(list(self.mesh.values())):
-            out.append(rank % n)
-            rank //= n
-        return (*reversed(out), rank)
-
-
-def group_axes(device_mesh: Any) -> dict[str, tuple[str, ...]]:
-    """Group name -> mesh axes, for the groups a DeviceMesh made itself. Axes of size 1 need this.
-
-    A group that serves several axes (the world, when it has one rank) stands for all of them.
-    """
-    names: dict[str, tuple[str, ...]] = {}
-    axes = tuple(device_mesh.mesh_dim_names or ())
-    for axis in axes:
-        name = device_mesh.get_group(axis).group_name
-        names[name] = (*names.get(name, ()), axis)
-    world = dist.group.WORLD
-    if world is not None and dist.get_world_size() == device_mesh.size():
-        names.setdefault(world.group_name, axes)
-    return names
-
-
-@dataclass
-class Started:
-    """A collective that has been issued; `complete` stores its result into the program's tensors."""
-
-    complete: Callable[[], None]
-    done: bool = False
-
-    def finish(self) -> None:
-        if not self.done:
-            self.done = True
-            self.complete()
-
-
-@dataclass
-class Pending:
-    """Collectives whose result is not yet in the program's tensors, by the Work that completes them.
-
-    `reduce` is the operator of the call in progress, read from its Python entry point.
-    """
-
-    reduce: tuple[str, float | None] = ("unknown", None)
-    premul: float | None = None
-    issued: list[Started] | None = None  # None: no Python call in progress, C++ will wait by itself
-    works: dict[int, tuple[Any, list[Started]]] = field(default_factory=dict)
-    loose: list[Started] = field(default_factory=list)  # issued inside a coalescing block
-
-    @contextmanager
-    def call(self, reduce: tuple[str, float | None]) -> Iterator[list[Started]]:
-        before = self.reduce, self.issued
-        issued: list[Started] = []
-        self.reduce, self.issued = reduce, issued
-        try:
-            yield issued
-        finally:
-            self.reduce, self.issued = before
-
-    def attach(self, work: Any, issued: list[Started]) -> None:
-        todo = [s for s in issued if not s.done]
-        if todo and work is not None:
-            self.works.setdefault(id(work), (work, []))[1].extend(todo)
-        self.loose.extend(todo)
-
-    def wait(self, key: int) -> None:
-        """`key`: id of a Work, or -1 - storage for the result of a functional collective."""
-        _, started = self.works.pop(key, (None, []))
-        for s in started:
-            s.finish()
-        self.loose = [s for s in self.loose if not s.done]
 
 
 @dataclass(frozen=True)
@@ -186,8 +62,8 @@ def _all_to_all_base(a: Any, n: int) -> list[Exchange]:
 
 
 def _all_to_all_list(a: Any, n: int) -> list[Exchange]:
-    rows = lambda ts: tuple(t.shape[0] if t.dim() else 1 for t in ts)  # noqa: E731
-    return [Exchange("all_to_all", list(a[1]), list(a[0]), None, (rows(a[0]), rows(a[1])), listed=True)]
+    outs, ins = (tuple(t.shape[0] if t.dim() else 1 for t in ts) for ts in a[:2])
+    return [Exchange("all_to_all", list(a[1]), list(a[0]), None, (outs, ins), listed=True)]
 
 
 def _listed(lists: Any) -> list[Any]:
@@ -199,7 +75,9 @@ _C10D: dict[str, _Parse] = {
     "allreduce_coalesced_": _each("all_reduce", True),
     "_allgather_base_": _base("all_gather"),
     "allgather_into_tensor_coalesced_": _pairs("all_gather"),
-    "allgather_": lambda a, n: [Exchange("all_gather", [i], list(o), listed=True) for o, i in zip(a[0], a[1])],
+    "allgather_": lambda a, n: [
+        Exchange("all_gather", [i], list(o), listed=True) for o, i in zip(a[0], a[1])
+    ],
     "allgather_coalesced_": lambda a, n: [
         Exchange("all_gather", [t], [row[i] for row in a[0]], listed=True) for i, t in enumerate(a[1])
     ],
@@ -258,7 +136,9 @@ def in_place(rec: Recorder, info: OpInfo, func: Any, args: Any, kwargs: Any) -> 
     exchanges = _C10D[name](args, pg.size())
     sync = rec.pending.issued is None or (name not in _NO_ASYNC and not given.get("async_op", True))
     results = [record(rec, e, pg) for e in exchanges]
-    real = rec.keep_values and not any(isinstance(t, FakeTensor) for e in exchanges for t in e.inputs + e.outputs)
+    real = rec.keep_values and not any(
+        isinstance(t, FakeTensor) for e in exchanges for t in e.inputs + e.outputs
+    )
     copies: dict[int, Tensor] = {}
     if real and not sync:
         args = _with_copies(rec, args, copies)
@@ -307,8 +187,7 @@ def record(rec: Recorder, e: Exchange, pg: Any) -> int:
     inputs = _joined(rec, e, len(ranks))
     raw = Raw(f"comm.{e.kind}", inputs, outs=_result(e, len(ranks)), comm=comm)
     rec.situate(raw)
-    index = rec.append(raw)
-    return index
+    return rec.append(raw)
 
 
 def _emit(rec: Recorder, op: str, args: tuple[Any, ...], shape: tuple[int, ...], dtype: str) -> Res:
@@ -413,11 +292,10 @@ def _functional(rec: Recorder, info: OpInfo, func: Any, args: Any, kwargs: Any) 
     group = given["group_name"]
     axes, ranks = rec.groups.locate(group)
     kind, reduce, splits, root = _functional_kind(name, given)
-    operands = given.get("inputs", given.get("input", given.get("tensor")))
-    many = isinstance(operands, (list, tuple))
+    operands: Any = given.get("inputs", given.get("input", given.get("tensor")))
     comm = Comm(kind, axes, ranks, reduce, None, splits, root)
     raws = []
-    for t in operands if many else [operands]:
+    for t in operands if isinstance(operands, (list, tuple)) else [operands]:
         view: Any = rec.view(t)
         if t.dim() == 0 and kind in ("all_gather", "all_to_all"):
             view = _emit(rec, "aten.view.default", (view, (1,)), (1,), view.dtype)

@@ -133,7 +133,9 @@ def _patch_groups(patches: Patches) -> None:
         return None
 
     @functools.wraps(new_group)
-    def new_fake_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def new_fake_group(
+        ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
         kept = {k: v for k, v in kwargs.items() if k in ("group_desc", "use_local_synchronization")}
         with _disable_current_modes():
             return new_group(ranks, backend="fake", **kept)
@@ -157,7 +159,14 @@ def _patch_mesh(patches: Patches) -> None:
             init(self, "cpu", *args, **kwargs)
 
     patches.set(DeviceMesh, "__init__", on_cpu)
-    for name in ("_flatten", "_unflatten", "__getitem__", "get_local_rank", "get_coordinate", "_get_all_submeshes"):
+    for name in (
+        "_flatten",
+        "_unflatten",
+        "__getitem__",
+        "get_local_rank",
+        "get_coordinate",
+        "_get_all_submeshes",
+    ):
         if name in vars(DeviceMesh):
             patches.set(DeviceMesh, name, _plainly(getattr(DeviceMesh, name)))
     import torch.distributed.device_mesh as module
@@ -217,7 +226,9 @@ def _patch_ddp(patches: Patches, fake: bool) -> None:
 
         hook.__annotations__.clear()  # DDP compares them as objects, not as text
         register(self, None, hook)
-        self.__dict__["register_comm_hook"] = lambda state, hook: chosen.__setitem__(slice(None), [state, hook])
+        self.__dict__["register_comm_hook"] = lambda state, hook: chosen.__setitem__(
+            slice(None), [state, hook]
+        )
 
     patches.set(ddp, "__init__", init_with_hook)
 
@@ -292,13 +303,15 @@ def _returning(value: Any) -> Callable[..., Any]:
 
 def _patch_cuda(patches: Patches, rank: int) -> None:
     cuda = torch.cuda
-    quiet = "set_device synchronize empty_cache reset_peak_memory_stats manual_seed manual_seed_all init _lazy_init"
-    quiet += " ipc_collect set_stream reset_max_memory_allocated set_per_process_memory_fraction"
+    quiet = "set_device synchronize empty_cache reset_peak_memory_stats manual_seed manual_seed_all init"
+    quiet += " _lazy_init ipc_collect set_stream reset_max_memory_allocated set_per_process_memory_fraction"
     for name in quiet.split():
         patches.set(cuda, name, _returning(None))
     for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
         patches.set(cuda, name, _returning(0))
-    properties = SimpleNamespace(name="cpu", total_memory=80 << 30, major=9, minor=0, multi_processor_count=132)
+    properties = SimpleNamespace(
+        name="cpu", total_memory=80 << 30, major=9, minor=0, multi_processor_count=132
+    )
     answers = {
         "current_device": 0,
         "get_device_name": "cpu",
@@ -395,7 +408,7 @@ def _observe_groups(patches: Patches, rec: Recorder) -> None:
             return work
 
         patches.set(ProcessGroup, "_end_coalescing", end_coalescing)
-    make = dist._make_nccl_premul_sum
+    make = vars(dist)["_make_nccl_premul_sum"]
 
     @functools.wraps(make)
     def premul_sum(factor: Any) -> Any:
@@ -421,7 +434,7 @@ def _observed_collective(method: Any, rec: Recorder) -> Any:
 
 
 def _reduction(rec: Recorder, args: tuple[Any, ...]) -> tuple[str, float | None]:
-    from spmdtypes.capture.comms import reduce_name
+    from spmdtypes.capture.groups import reduce_name
 
     for a in args:
         op = getattr(a, "reduceOp", a)

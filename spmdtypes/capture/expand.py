@@ -71,8 +71,7 @@ def _one(f: _Functionaliser, base: str, row: dict[str, Any], target: View) -> Re
             kwargs["dtype"] = dtype
     if base == "norm" and len(args) == 1:
         args = (*args, 2)
-    meta = f.emit_plain(f"aten.{op}", args, kwargs, target.shape, target.dtype)
-    return meta
+    return f.emit_plain(f"aten.{op}", args, kwargs, target.shape, target.dtype)
 
 
 def _overload(base: str, args: tuple[Any, ...]) -> str:

@@ -25,10 +25,10 @@ from spmdtypes.notation import Type
 def coordinates(mesh: Mapping[str, int], rank: int) -> dict[str, int]:
     """Row-major mesh coordinates of a rank."""
     out = {}
-    for axis, n in reversed(mesh.items()):
+    for axis, n in reversed(list(mesh.items())):
         out[axis] = rank % n
         rank //= n
-    return dict(reversed(out.items()))
+    return dict(reversed(list(out.items())))
 
 
 def local_shape(name: str, declared: Type, mesh: Mapping[str, int]) -> tuple[int, ...]:

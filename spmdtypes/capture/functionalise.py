@@ -76,7 +76,9 @@ class _Functionaliser:
             meta = self.metas[shape, dtype] = TensorMeta(shape, dtype)
         return meta
 
-    def emit(self, op: str, args: tuple[Any, ...], kwargs: dict[str, Any], outs: tuple[TensorMeta | None, ...]) -> Node:
+    def emit(
+        self, op: str, args: tuple[Any, ...], kwargs: dict[str, Any], outs: tuple[TensorMeta | None, ...]
+    ) -> Node:
         raw = self.raw
         node = Node(len(self.nodes), op, args, kwargs, outs, raw.stack, raw.phase, raw.module, raw.forward)
         node.forward_stack = raw.forward_stack
@@ -162,7 +164,9 @@ class _Functionaliser:
         meta = self.nodes[ref.node].outs[ref.out]
         assert meta is not None
         if meta.dtype != view.dtype:
-            ref = self.emit_plain("aten._to_copy.default", (ref,), {"dtype": view.dtype}, meta.shape, view.dtype)
+            ref = self.emit_plain(
+                "aten._to_copy.default", (ref,), {"dtype": view.dtype}, meta.shape, view.dtype
+            )
         if meta.shape != view.shape:
             ref = self.emit_plain("aten.expand.default", (ref, view.shape), {}, view.shape, view.dtype)
         return ref
@@ -171,7 +175,9 @@ class _Functionaliser:
         (view,) = raw.mutated
         source = self.resolve(raw.args[1])
         if not isinstance(source, Ref):
-            source = self.emit_plain("aten.full.default", (view.shape, source), {"dtype": view.dtype}, view.shape, view.dtype)
+            source = self.emit_plain(
+                "aten.full.default", (view.shape, source), {"dtype": view.dtype}, view.shape, view.dtype
+            )
         ref = self._cast(source, view)
         self._store(view, ref)
         self.produced(0, ref)
@@ -200,7 +206,13 @@ class _Functionaliser:
     def _pure(self, raw: Raw) -> None:
         parent = raw.args[0] if raw.args and type(raw.args[0]) is View else None
         outs = raw.outs
-        if parent is not None and outs and type(outs[0]) is View and outs[0].storage == parent.storage and not raw.comm:
+        if (
+            parent is not None
+            and outs
+            and type(outs[0]) is View
+            and outs[0].storage == parent.storage
+            and not raw.comm
+        ):
             self._view(raw, parent)
             return
         args = tuple([self.resolve(a) for a in raw.args])
@@ -292,9 +304,13 @@ class _Functionaliser:
     ) -> tuple[TensorMeta | None, ...]:
         """Metas of the functional form; run on meta tensors where promotion may change the dtype."""
         target = raw.mutated
-        dtypes = {m.dtype for r in _refs((args, tuple(kwargs.values()))) if (m := self.nodes[r.node].outs[r.out]) and m.shape}
+        dtypes = {
+            m.dtype
+            for r in _refs((args, tuple(kwargs.values())))
+            if (m := self.nodes[r.node].outs[r.out]) and m.shape
+        }
         n = len(func._schema.returns)
-        if n == 1 and len(target) == 1 and dtypes <= {target[0].dtype} or raw.rng is not None:
+        if (n == 1 and len(target) == 1 and dtypes <= {target[0].dtype}) or raw.rng is not None:
             return (self.meta(target[0].shape, target[0].dtype),)
         from spmdtypes.capture.replay import meta_outputs
 
@@ -347,8 +363,8 @@ class _Functionaliser:
             if alive[n.id]:
                 for r in n.refs():
                     alive[r.node] = True
-        number = {}
-        kept = []
+        number: dict[int, int] = {}
+        kept: list[Node] = []
         for n in self.nodes:
             if alive[n.id]:
                 number[n.id] = len(kept)

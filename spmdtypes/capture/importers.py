@@ -151,11 +151,18 @@ class _Importer:
         return tuple(_meta(v) if isinstance(v, Tensor) else None for v in values)
 
     def _emit(
-        self, n: fx.Node, op: str, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None, name: str = ""
+        self,
+        n: fx.Node,
+        op: str,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        name: str = "",
     ) -> Ref:
         metas = self._metas(n)
         if not metas and n.op == "call_function" and not op.startswith("hop."):
-            raise CaptureError(f"node {n.name} ({op}) carries no value in its meta: trace with make_fx or export")
+            raise CaptureError(
+                f"node {n.name} ({op}) carries no value in its meta: trace with make_fx or export"
+            )
         node = Node(len(self.graph.nodes), op, args, kwargs or {}, metas, name=name)
         node.stack = self._stack(n)
         node.phase = "backward" if n.meta.get("autograd_backward") else "forward"
@@ -189,14 +196,12 @@ class _Importer:
         return refs
 
     def _outputs(self, n: fx.Node, outputs: Mapping[str, str]) -> None:
-        results = n.args[0] if isinstance(n.args[0], (list, tuple)) else [n.args[0]]
-        plain = [r for r in results if isinstance(r, fx.Node) and not outputs.get(r.name)]
-        for i, r in enumerate(plain):
-            if isinstance(self.env[r], Ref):
-                self.graph.outputs["output" if len(plain) == 1 else f"output.{i}"] = self.env[r]
+        listed = n.args[0] if isinstance(n.args[0], (list, tuple)) else [n.args[0]]
+        results = [r for r in listed if isinstance(r, fx.Node) and isinstance(self.env[r], Ref)]
+        plain = [r for r in results if not outputs.get(r.name)]
+        names = {r: "output" if len(plain) == 1 else f"output.{i}" for i, r in enumerate(plain)}
         for r in results:
-            if isinstance(r, fx.Node) and outputs.get(r.name):
-                self.graph.outputs[outputs[r.name]] = self.env[r]
+            self.graph.outputs[names.get(r) or outputs[r.name]] = self.env[r]
 
     def _stack(self, n: fx.Node) -> int:
         found = _FRAME.findall(n.meta.get("stack_trace") or n.stack_trace or "")

@@ -46,20 +46,20 @@ def pairs(a: Sequence[Hashable], b: Sequence[Hashable]) -> list[tuple[int, int]]
     out: list[tuple[int, int]] = []
     todo = [(0, len(a), 0, len(b))]
     while todo:
-        i, j, k, l = todo.pop()
-        while i < j and k < l and a[i] == b[k]:
+        i, j, k, m = todo.pop()
+        while i < j and k < m and a[i] == b[k]:
             out.append((i, k))
             i, k = i + 1, k + 1
-        while i < j and k < l and a[j - 1] == b[l - 1]:
-            j, l = j - 1, l - 1
-            out.append((j, l))
-        if i == j or k == l:
+        while i < j and k < m and a[j - 1] == b[m - 1]:
+            j, m = j - 1, m - 1
+            out.append((j, m))
+        if i == j or k == m:
             continue
-        anchors = _anchors(a, b, i, j, k, l)
+        anchors = _anchors(a, b, i, j, k, m)
         if not anchors:
-            out += _leaf(a, b, i, j, k, l)
+            out += _leaf(a, b, i, j, k, m)
             continue
-        for p, q in [*anchors, (j, l)]:
+        for p, q in [*anchors, (j, m)]:
             todo.append((i, p, k, q))
             if p < j:
                 out.append((p, q))
@@ -68,11 +68,11 @@ def pairs(a: Sequence[Hashable], b: Sequence[Hashable]) -> list[tuple[int, int]]
 
 
 def _anchors(
-    a: Sequence[Hashable], b: Sequence[Hashable], i: int, j: int, k: int, l: int
+    a: Sequence[Hashable], b: Sequence[Hashable], i: int, j: int, k: int, m: int
 ) -> list[tuple[int, int]]:
     """Tokens that occur once in both ranges, in an order common to both."""
-    count_a, count_b = Counter(a[i:j]), Counter(b[k:l])
-    where = {t: q for q, t in enumerate(b[k:l], k) if count_b[t] == 1 and count_a.get(t) == 1}
+    count_a, count_b = Counter(a[i:j]), Counter(b[k:m])
+    where = {t: q for q, t in enumerate(b[k:m], k) if count_b[t] == 1 and count_a.get(t) == 1}
     candidates = [(p, where[t]) for p, t in enumerate(a[i:j], i) if t in where]
     tails: list[int] = []
     ends: list[int] = []
@@ -94,21 +94,21 @@ def _anchors(
 
 
 def _leaf(
-    a: Sequence[Hashable], b: Sequence[Hashable], i: int, j: int, k: int, l: int
+    a: Sequence[Hashable], b: Sequence[Hashable], i: int, j: int, k: int, m: int
 ) -> list[tuple[int, int]]:
     """Longest common subsequence of two short ranges, matching as early as possible."""
-    if (j - i) * (l - k) > _CELLS:
-        blocks = difflib.SequenceMatcher(None, a[i:j], b[k:l], autojunk=False).get_matching_blocks()
-        return [(i + m.a + x, k + m.b + x) for m in blocks for x in range(m.size)]
-    n, m = j - i, l - k
-    length = [[0] * (m + 1) for _ in range(n + 1)]
-    for p in range(n - 1, -1, -1):
+    if (j - i) * (m - k) > _CELLS:
+        blocks = difflib.SequenceMatcher(None, a[i:j], b[k:m], autojunk=False).get_matching_blocks()
+        return [(i + s.a + x, k + s.b + x) for s in blocks for x in range(s.size)]
+    rows, columns = j - i, m - k
+    length = [[0] * (columns + 1) for _ in range(rows + 1)]
+    for p in range(rows - 1, -1, -1):
         row, below, token = length[p], length[p + 1], a[i + p]
-        for q in range(m - 1, -1, -1):
+        for q in range(columns - 1, -1, -1):
             row[q] = below[q + 1] + 1 if token == b[k + q] else max(below[q], row[q + 1])
     out = []
     p = q = 0
-    while p < n and q < m:
+    while p < rows and q < columns:
         if a[i + p] == b[k + q]:
             out.append((i + p, k + q))
             p, q = p + 1, q + 1

@@ -13,10 +13,12 @@ from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from spmdtypes.capture import comms, draws, environment, shadow
+from spmdtypes.capture.pending import Pending
 from spmdtypes.capture.raw import DTYPE_NAMES, Raw, View, dtype_name
 from spmdtypes.capture.stacks import CLIP, ENGINE, MODULE, OPTIMIZER, Stacks
 from spmdtypes.graph import TensorMeta
 
+_sequence_number = torch._C._autograd._get_sequence_nr
 _LARGE = 1_000_000  # elements; larger values are not kept
 _CONST = 256  # elements; smaller constants are written into the graph
 _PLAIN = {Tensor, torch.nn.Parameter, FakeTensor, torch.nn.Buffer}
@@ -34,7 +36,7 @@ class OpInfo(NamedTuple):
     special: Callable[..., Any] | None
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records what runs inside `recording()`; `trace` holds the raw nodes.
 
     `mesh` and `coords` place this rank; `group_axes` names groups that cannot be told by their
@@ -59,7 +61,7 @@ class Recorder(TorchDispatchMode):
         group_axes: Mapping[str, tuple[str, ...]] | None = None,
         keep_values: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.mesh = dict(mesh)
         self.coords = dict(coords)
         self.groups = comms.Groups(self.mesh, dict(group_axes or {}))
@@ -71,7 +73,7 @@ class Recorder(TorchDispatchMode):
         self.stacks = Stacks()
         self.on_random: OnRandom | None = None
         self.draw: draws.Draw | None = None  # the random op being drawn, while `on_random` runs
-        self.pending = comms.Pending()
+        self.pending = Pending()
         self.shadows = shadow.Shadows()
         self.module_stack: list[str] = []
         self.module_names: dict[int, str] = {}
@@ -85,7 +87,7 @@ class Recorder(TorchDispatchMode):
         self._metas: dict[Any, TensorMeta] = {}
         self._infos: dict[Any, OpInfo] = {}
         self._wrappers: dict[type, bool] = dict.fromkeys(_PLAIN, False)
-        self._claimed = torch.autograd._get_sequence_nr() - 1
+        self._claimed = _sequence_number() - 1
         self._forward_of: dict[int, int] = {}
         self._applied: dict[int, tuple[int, str]] = {}
 
@@ -153,7 +155,8 @@ class Recorder(TorchDispatchMode):
         if view is None or t.dtype.is_complex:
             conj = t.dtype.is_complex and t.is_conj()
             name = DTYPE_NAMES.get(t.dtype) or dtype_name(t.dtype)
-            view = View(index, key[1], tuple(map(int, t.shape)), tuple(key[3]), name, t.element_size(), conj)
+            offset, shape, stride = int(key[1]), tuple(map(int, t.shape)), tuple(map(int, key[3]))
+            view = View(index, offset, shape, stride, name, t.element_size(), conj)
             self._views[key] = view
         return view, new
 
@@ -162,7 +165,9 @@ class Recorder(TorchDispatchMode):
             if other is t:
                 return self._views[("sparse", i)], False
         index = len(self._storages) + len(self._sparse)
-        self._views[("sparse", len(self._sparse))] = view = View(index, 0, tuple(t.shape), (), dtype_name(t.dtype), 1)
+        self._views[("sparse", len(self._sparse))] = view = View(
+            index, 0, tuple(t.shape), (), dtype_name(t.dtype), 1
+        )
         self._sparse.append(t)
         return view, True
 
@@ -202,8 +207,8 @@ class Recorder(TorchDispatchMode):
             return dtype_name(x)
         if kind in (torch.device, torch.layout, torch.memory_format):
             return str(x).removeprefix("torch.")
-        if isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            return int(x) if isinstance(x, torch.SymInt) else float(x)
+        if isinstance(x, torch.SymInt):
+            return int(x)
         return x if isinstance(x, complex) else None
 
     def keep(self, index: int, out: int, t: Any) -> None:
@@ -244,7 +249,9 @@ class Recorder(TorchDispatchMode):
         encode = self.encode
         raw = Raw(name, tuple([encode(a) for a in args]), func=func)
         if kwargs:
-            raw.kwargs = {k: encode(v) for k, v in kwargs.items() if k not in _DROPPED_KWARGS and v is not None}
+            raw.kwargs = {
+                k: encode(v) for k, v in kwargs.items() if k not in _DROPPED_KWARGS and v is not None
+            }
         self.situate(raw)
         return raw
 
@@ -269,7 +276,7 @@ class Recorder(TorchDispatchMode):
         index = len(self.trace)
         self.trace.append(raw)
         if raw.phase in ("forward", "recompute", "other") and raw.op not in ("source", "bind"):
-            newest = torch.autograd._get_sequence_nr() - 1
+            newest = _sequence_number() - 1
             if newest > self._claimed:
                 self._claimed = newest
                 self._forward_of[newest] = index
@@ -331,14 +338,14 @@ class Recorder(TorchDispatchMode):
 
     def applying(self) -> int:
         """An autograd.Function starts: its node may be the only trace it leaves."""
-        sequence = torch.autograd._get_sequence_nr()
+        sequence = _sequence_number()
         walk = self.stacks.walk(sys._getframe(2))
         module = self.module_stack[-1] if self.module_stack else ""
         self._applied[sequence] = (self.stacks.intern(walk.key), module)
         return sequence
 
     def applied(self, sequence: int) -> None:
-        newest = torch.autograd._get_sequence_nr()
+        newest = _sequence_number()
         if newest == sequence:
             del self._applied[sequence]
         else:

@@ -106,7 +106,9 @@ def execute(node: Node, env: Mapping[Ref, Any]) -> tuple[Any, ...]:
 
 @functools.cache
 def argument_types(func: Any) -> dict[str, str]:
-    return {a.name: str(a.type) + (" dtype" if a.name.endswith("dtype") else "") for a in func._schema.arguments}
+    return {
+        a.name: str(a.type) + (" dtype" if a.name.endswith("dtype") else "") for a in func._schema.arguments
+    }
 
 
 def _decode(x: Any, env: Mapping[Ref, Any], kind: str) -> Any:

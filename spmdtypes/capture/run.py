@@ -56,7 +56,11 @@ def record_program(
 
 
 def execute(
-    program: Program, device_mesh: Any, params: Mapping[str, Tensor], inputs: Mapping[str, Tensor], rec: Recorder
+    program: Program,
+    device_mesh: Any,
+    params: Mapping[str, Tensor],
+    inputs: Mapping[str, Tensor],
+    rec: Recorder,
 ) -> Outputs:
     """The recorded run itself: `rec.trace` is filled, and what the outputs are is returned."""
     for code in (execute.__code__, _run_module.__code__, _run_step.__code__, _build.__code__):
@@ -67,7 +71,9 @@ def execute(
         for name, value in inputs.items():
             rec.bind(value, name)
             if isinstance(value, FakeTensor):
-                shadow.assume_input(rec, value, program.inputs[name].limit if name in program.inputs else None)
+                shadow.assume_input(
+                    rec, value, program.inputs[name].limit if name in program.inputs else None
+                )
         run = _run_step if program.step is not None else _run_module
         outputs = run(rec, program, module, device_mesh, inputs)
         with rec.pause():
@@ -173,7 +179,9 @@ def _run_module(
 
 def _zeros(rec: Recorder, p: Tensor) -> Res:
     meta = rec.meta(p)
-    raw = Raw("aten.zeros.default", (meta.shape,), {"dtype": meta.dtype}, outs=(TensorMeta(meta.shape, meta.dtype),))
+    raw = Raw(
+        "aten.zeros.default", (meta.shape,), {"dtype": meta.dtype}, outs=(TensorMeta(meta.shape, meta.dtype),)
+    )
     index = rec.append(raw)
     if rec.keep_values:
         rec.keep(index, 0, torch.zeros_like(p))

@@ -27,7 +27,7 @@ _WRAPPERS = ("/typing_extensions.py",)
 class Walk:
     """What one walk up the frames found. `inner` user frames are below the autograd engine."""
 
-    __slots__ = ("key", "marker", "engine", "inner", "create_graph")
+    __slots__ = ("create_graph", "engine", "inner", "key", "marker")
 
     def __init__(self) -> None:
         self.key: tuple[int, ...] = ()

@@ -230,7 +230,12 @@ class Memory:
 
     def _undo(self, steps: list[Step], ref: Ref) -> Ref:
         for s in reversed(steps):
-            if s.op in ("aten.alias.default", "aten.detach.default", "aten.slice.Tensor", "aten.expand.default"):
+            if s.op in (
+                "aten.alias.default",
+                "aten.detach.default",
+                "aten.slice.Tensor",
+                "aten.expand.default",
+            ):
                 continue
             if s.source == s.target and s.op in ("aten.view.default", "aten._unsafe_view.default"):
                 continue
@@ -345,5 +350,6 @@ def _siblings(storage: Storage, a: View, b: View) -> bool:
         (d, p, q), (g, r, s) = e.step.window, f.step.window
         return d == g and (q <= r or s <= p)
     if e.step.op == f.step.op == "aten.select.int":
-        return e.step.args[0] == f.step.args[0] and e.step.args[1] != f.step.args[1]
+        (d, p), (g, r) = e.step.args, f.step.args
+        return bool(d == g and p != r)
     return False

@@ -48,7 +48,11 @@ def variant(func: Any) -> Variant | None:
         return Variant(renamed, target, tuple(range(n - len(written), n)), ())
     if all(a.kwarg_only for a in written):
         out = _without_out(func, [a.name for a in written])
-        return None if out is None else Variant(str(out), out, tuple(range(len(written))), tuple(a.name for a in written))
+        return (
+            None
+            if out is None
+            else Variant(str(out), out, tuple(range(len(written))), tuple(a.name for a in written))
+        )
     if op.endswith("_") and len(written) == 1:
         packet = getattr(getattr(torch.ops, space), op[:-1], None)
         target = _same_arguments(func, packet) if packet is not None else None
@@ -74,7 +78,9 @@ def _without_out(func: Any, outs: list[str]) -> Any:
     packet = func.overloadpacket
     for name in packet.overloads():
         other = getattr(packet, name)
-        if other is func or any(a.alias_info is not None and a.alias_info.is_write for a in other._schema.arguments):
+        if other is func or any(
+            a.alias_info is not None and a.alias_info.is_write for a in other._schema.arguments
+        ):
             continue
         have = [(a.name, str(a.type)) for a in other._schema.arguments]
         if have[: len(want)] == want and len(other._schema.returns) == len(func._schema.returns):

@@ -68,7 +68,9 @@ class Step(NamedTuple):
         return None
 
 
-def step(op: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: int, source: Any, target: Any) -> Step | None:
+def step(
+    op: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: int, source: Any, target: Any
+) -> Step | None:
     """The step of output `out` of a recorded view op on views `source` -> `target`; None when
     the op is no view we can repeat. `args` leaves the tensor out."""
     shape = source.shape
