@@ -7,19 +7,22 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
+from spmdtypes.borders import without_axes
 from spmdtypes.core.denotation import Denotation, RuleError
 from spmdtypes.differential.experiment import Experiment
 from spmdtypes.differential.layout import axes_of, global_shape
 from spmdtypes.differential.oracle import Oracle
 from spmdtypes.graph import Node, Ref
-from spmdtypes.notation import Type
 
 MOST = 8
 Bad = Callable[[Ref], bool | None]  # None: the value is unknown
 
 
 def suspects(experiment: Experiment, border: str) -> list[tuple[int, str]]:
-    """Nodes of rank 0's graph, in program order, with a sentence each; empty when nothing is known."""
+    """Nodes of rank 0's graph with a sentence each, the first ones the likeliest; empty when nothing is
+    known. After the nodes where a reading was lost come those where the pending reductions among their
+    operands arose.
+    """
     graph = experiment.ranks[0].graph if experiment.ranks else None
     if graph is None or border not in graph.outputs or border not in experiment.borders:
         return []
@@ -29,8 +32,19 @@ def suspects(experiment: Experiment, border: str) -> list[tuple[int, str]]:
     if readings is None:
         return []
     bad, sentence = _trouble(oracle, readings, _expected(experiment, border, oracle.mesh))
-    found = _origins(graph.nodes, start, bad)
-    return [(ref.node, sentence(ref, oracle)) for ref in found[:MOST]]
+    origins = _origins(graph.nodes, start, bad)[:MOST]
+    found = {ref.node: sentence(ref, oracle) for ref in origins}
+    if sentence is _say_lost:
+        for operand in [o for ref in origins for o in graph.nodes[ref.node].refs()]:
+            pending = _first_of(oracle, operand).partial
+            if pending:
+                for ref in _origins(graph.nodes, operand, _pending(oracle, pending)):
+                    found.setdefault(ref.node, _say_pending(_first_of(oracle, operand)))
+    return list(found.items())[:MOST]
+
+
+def _say_pending(den: Denotation) -> str:
+    return f"becomes a pending {den.op} over {', '.join(sorted(den.partial))} here"
 
 
 def _expected(experiment: Experiment, border: str, mesh: dict[str, int]) -> Denotation | None:
@@ -41,8 +55,7 @@ def _expected(experiment: Experiment, border: str, mesh: dict[str, int]) -> Deno
     pending = type_.partial
     if border.startswith("grad:"):
         pending += tuple((a, op) for a, op in experiment.grads.items() if a not in axes_of(type_))
-    dims = tuple(replace(d, axes=tuple(a for a in d.axes if a in mesh)) for d in type_.dims)
-    kept = Type(dims, type_.dtype, tuple(p for p in pending if p[0] in mesh))
+    kept = without_axes(replace(type_, partial=pending), experiment.kept_axes, experiment.mesh)
     try:
         return Denotation.from_type(kept, global_shape(kept), mesh)
     except (RuleError, ValueError):
@@ -60,22 +73,23 @@ def _trouble(oracle: Oracle, readings: object, expected: Denotation | None) -> t
     den = found[0]
     extra = den.partial - (expected.partial if expected else frozenset())
     if extra:
-        return _pending(
-            oracle, extra
-        ), lambda ref, _: f"becomes a pending {den.op} over {', '.join(sorted(extra))} here"
+        text = _say_pending(replace(den, partial=extra))
+        return _pending(oracle, extra), lambda ref, _: text
     factor = den.scale_in(oracle.mesh) / (expected.scale_in(oracle.mesh) if expected else 1.0)
     if abs(factor - 1) > 1e-9:
+        if abs(_factor_of(oracle, den, backward=True) - 1) < 1e-9:  # right by itself, not for the wrapper
+            return lambda ref: False, lambda ref, _: f'is "{den}" where "{expected}" is declared'
         return _scaled(oracle), lambda ref, o: f"is off by the factor {_factor(o, ref):g} from here on"
     cut = den.layout.axes ^ (expected.layout.axes if expected else frozenset())
     if cut:
-        return _cut(oracle, cut), lambda ref, o: f"is laid out as {_first(o, ref)} from here on"
+        return _cut(oracle, cut), lambda ref, o: f"is laid out as {_first_of(o, ref)} from here on"
     return _lost(oracle), _say_lost
 
 
-def _first(oracle: Oracle, ref: Ref) -> Denotation:
+def _first_of(oracle: Oracle, ref: Ref) -> Denotation:
+    """The simplest reading; an empty one when there is none."""
     readings = oracle.readings(ref)
-    assert readings
-    return readings[0]
+    return readings[0] if readings else Denotation.replicate(())
 
 
 def _lost(oracle: Oracle) -> Bad:
@@ -119,13 +133,16 @@ def _scaled(oracle: Oracle) -> Bad:
 def _factor(oracle: Oracle, ref: Ref) -> float:
     """By how much the local value is too large. Under a loss that ranks average, the cotangents of what
     differs between the ranks are n times the reference's, and so they should be."""
-    den = _first(oracle, ref)
+    return _factor_of(oracle, _first_of(oracle, ref), _in_backward(oracle, ref))
+
+
+def _factor_of(oracle: Oracle, den: Denotation, backward: bool) -> float:
     found = 1 / den.scale_in(oracle.mesh)
     axes = [a for a in sorted(den.layout.axes | den.partial) if oracle.mesh[a] > 1]
     averaged = oracle.experiment.averaged
     certain = math.prod(oracle.mesh[a] for a in axes if a in averaged)
-    if averaged or not _in_backward(oracle, ref):
-        return found / (certain if _in_backward(oracle, ref) else 1)
+    if averaged or not backward:
+        return found / (certain if backward else 1)
     possible = {
         math.prod(oracle.mesh[a] for a in some)
         for k in range(len(axes) + 1)
