@@ -1,9 +1,15 @@
-"""One run on the mesh of ones in this process, before anything is recorded: a program that does not
-run on one device is refused with the user's own line."""
+"""One run on the mesh of ones, before anything is recorded: a program that does not run on one device
+is refused with the user's own line. It runs in a process of its own, so that nothing it does (seeds,
+caches, process groups) is seen later."""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import sys
+import traceback
 from math import prod
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -11,12 +17,13 @@ from torch import Tensor, nn
 
 from spmdtypes.contracts import Program
 from spmdtypes.drive import is_float, torch_dtype
-from spmdtypes.errors import blame
+from spmdtypes.errors import CannotCheck, blame
 from spmdtypes.mesh import Mesh
 from spmdtypes.notation import Type, global_shape
 from spmdtypes.scratch import scratch_mesh
 
 MAX_ELEMENTS = 2_000_000
+PATIENCE = 60.0  # seconds; a program that takes longer is let through
 
 
 def rehearse(program: Program) -> None:
@@ -27,15 +34,39 @@ def rehearse(program: Program) -> None:
     types = (*program.inputs.values(), *program.params.values())
     if any(t.dims is None for t in types) or sum(prod(global_shape(t)) for t in types) > MAX_ELEMENTS:
         return
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=_rehearse, args=(program, theirs))
+    sys.stdout.flush()
+    child.start()
+    theirs.close()
     try:
-        with scratch_mesh(Mesh(program.mesh).ones()) as mesh:
-            _run(program, program.build(mesh), mesh)
-    except Exception as e:
-        raise blame(e, f"running {program.name} on one device", program.file, program.line) from e
+        failure = ours.recv() if ours.poll(PATIENCE) else None
+    except EOFError:
+        failure = ("the process ended by itself", program.file, program.line, "", "")
     finally:
-        torch.set_num_threads(threads)
+        child.kill()
+        child.join()
+        ours.close()
+    if failure is not None:
+        message, file, line, excerpt, trace = failure
+        raise CannotCheck(message, file, line, excerpt) from RuntimeError(trace)
+
+
+def _rehearse(program: Program, answer: Connection) -> None:
+    """Send None, or what to raise."""
+    with open(os.devnull, "w") as nowhere:
+        sys.stdout = nowhere
+        torch.set_num_threads(1)
+        try:
+            with scratch_mesh(Mesh(program.mesh).ones(), real=True) as mesh:
+                _run(program, program.build(mesh), mesh)
+        except BaseException as e:
+            found = blame(e, f"running {program.name} on one device", program.file, program.line)
+            trace = "".join(traceback.format_exception(e))
+            answer.send((found.message, found.file, found.line, found.excerpt, trace))
+        else:
+            answer.send(None)
 
 
 def _run(program: Program, module: nn.Module, mesh: Any) -> None:

@@ -1,5 +1,4 @@
-"""A mesh to construct modules on: one process, undone afterwards. Alone (the mesh of ones) its
-collectives are real; with more ranks nothing is communicated."""
+"""A mesh to construct modules on, in one process, undone afterwards."""
 
 from __future__ import annotations
 
@@ -18,13 +17,14 @@ from spmdtypes.errors import CannotCheck
 
 
 @contextmanager
-def scratch_mesh(sizes: Mapping[str, int]) -> Iterator[DeviceMesh]:
-    """Rank 0's `DeviceMesh` of these sizes; random state is restored."""
+def scratch_mesh(sizes: Mapping[str, int], real: bool = False) -> Iterator[DeviceMesh]:
+    """Rank 0's `DeviceMesh` of these sizes; random state is restored. Its collectives do nothing, or,
+    when `real`, what they do in a job of one process (all sizes must be 1)."""
     if dist.is_initialized():
         raise CannotCheck("a process group is initialised already: check in a process of its own")
     with torch.random.fork_rng(devices=[]):
         world = prod(sizes.values())
-        if world == 1:
+        if real:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
         else:
