@@ -60,9 +60,10 @@ def _integers(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 _F = torch.nn.functional
-_SAME_NAME = """abs exp exp2 expm1 log log2 log10 log1p sqrt rsqrt sin cos tan asin acos atan sinh cosh asinh acosh
-atanh erf erfc erfinv lgamma digamma sign sgn floor ceil trunc round frac relu sigmoid tanh real imag angle
-xlogy logaddexp logaddexp2 copysign hypot atan2 fmod pow""".split()
+_SAME_NAME = """abs exp exp2 expm1 log log2 log10 log1p sqrt rsqrt sin cos tan asin acos atan sinh
+cosh asinh acosh atanh erf erfc erfinv lgamma digamma sign sgn floor ceil trunc round frac relu
+sigmoid tanh real
+imag angle xlogy logaddexp logaddexp2 copysign hypot atan2 fmod pow""".split()
 FUNCTIONS: Mapping[str, Callable[..., Tensor]] = {
     **{name: getattr(torch, name) for name in _SAME_NAME},
     **{name: _truth(getattr(torch, name)) for name in "eq ne lt le gt ge isnan isinf isfinite".split()},

@@ -63,7 +63,8 @@ def _elu_slope(saved: Expr, alpha: Any, scale: Any, input_scale: Any, is_result:
 
 def _softplus(x: Expr, beta: Any = 1, threshold: Any = 20) -> Expr:
     """The straight line above `threshold` is within rounding of the curve."""
-    return fn("softplus", x * beta) / beta
+    curve: Expr = fn("softplus", x * beta) / beta
+    return curve
 
 
 def _shrink(x: Expr, lambd: Any = 0.5) -> Expr:

@@ -13,6 +13,8 @@ from spmdtypes.ops.parts import (
     Maybe,
     both,
     broadcast,
+    dropped,
+    expect,
     local,
     names,
     new_dims,
@@ -235,7 +237,7 @@ def take(x: Operand, index: Operand) -> OpSpec | None:
 
 
 def _block(sizes: Any, start: Any, width: Any) -> tuple[Any, int] | None:
-    """(how many blocks of `width` make `sizes`, which one begins at `start`), if that is so in both programs."""
+    """(how many blocks of `width` make `sizes`, which one begins at `start`), if so in both programs."""
     if not all(f(width) and f(sizes) % f(width) == 0 and f(start) % f(width) == 0 for f in (local, ref)):
         return None
     count, place = both(floordiv, sizes, width), both(floordiv, start, width)
@@ -260,6 +262,8 @@ def slice_backward(grad: Operand, input_sizes: Ints, dim: int, start: Any, end: 
     """`grad` inside zeros. A slice that is one of several equal blocks is a digit of its own."""
     d, vars, n = wrap_dim(dim, grad.ndim), names(grad.ndim), size_of(grad, dim)
     size, begin = input_sizes[d], _begin(start, input_sizes[d])
+    length = both(lambda m, s, e: len(range(*slice(s, e, step).indices(m))), size, start, end)
+    expect(grad, range(grad.ndim), replaced(input_sizes, {d: length}))
     if step == 1 and (local(size), ref(size)) == (local(n), ref(n)):
         return OpSpec.of(Out(tuple(vars), grad[tuple(vars)]))
     block = _block(size, begin, n) if step == 1 else None
@@ -280,6 +284,7 @@ def select_backward(grad: Operand, input_sizes: Ints, dim: int, index: Any) -> O
     vars, sizes = new_dims([input_sizes[d]], "at")
     place = both(lambda i, m: i + m if i < 0 else i, index, input_sizes[d])
     rest = names(n - 1)
+    expect(grad, range(n - 1), dropped(input_sizes, [d]))
     value = grad[tuple(rest)]
     if sizes:
         value = fn(
@@ -347,7 +352,8 @@ def diagonal_backward(grad: Operand, input_sizes: Ints, offset: int, dim1: int, 
     n = len(input_sizes)
     a, b = wrap_dim(dim1, n), wrap_dim(dim2, n)
     vars = names(n)
-    rest = [v for d, v in enumerate(vars) if d not in (a, b)]
+    rest = dropped(vars, (a, b))
+    expect(grad, range(n - 2), dropped(input_sizes, (a, b)))
     at = Iota(vars[a]) + min(offset, 0)
     hit = fn("eq", Iota(vars[b]) - Iota(vars[a]), offset)
     return OpSpec.of(
@@ -361,6 +367,7 @@ def unfold_backward(grad: Operand, input_sizes: Ints, dim: int, size: int, step:
     n = len(input_sizes)
     d = wrap_dim(dim, n)
     vars, count, inside = names(n), Var("count"), Var("inside")
+    expect(grad, [k for k in range(n) if k != d], dropped(input_sizes, [d]))
     hit = fn("eq", Iota(count) * step + Iota(inside), Iota(vars[d]))
     value = total("sum", [count, inside], hit * grad[(*replaced(vars, {d: count}), inside)])
     return OpSpec.of(Out(tuple(vars), value), sizes={vars[d]: input_sizes[d]})

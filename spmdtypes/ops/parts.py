@@ -62,6 +62,13 @@ def size_of(x: Operand, dim: int) -> Any:
     return number(x.shape[dim], x.ref_shape[dim])
 
 
+def expect(x: Operand, dims: Iterable[int], sizes: Iterable[Any]) -> None:
+    """Raises ValueError unless the dims have these local sizes: a kernel would broadcast or refuse."""
+    for d, size in zip(dims, sizes):
+        if x.shape[d] != local(size):
+            raise ValueError(f"size {local(size)} for a dim of size {x.shape[d]}")
+
+
 def wrap_dim(dim: int, ndim: int) -> int:
     if not -max(ndim, 1) <= dim < max(ndim, 1):
         raise ValueError(f"dim {dim} of a tensor with {ndim} dims")

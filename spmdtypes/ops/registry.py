@@ -31,7 +31,7 @@ class Call:
     def __init__(self, signature: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         given = dict(kwargs)
         fields = [field.partition("=") for field in signature.split()]
-        for (name, has_default, default), value in zip(fields, args):
+        for (name, *_), value in zip(fields, args):
             given[name] = value
         for name, has_default, default in fields[len(args) :]:
             if name not in given and not has_default:

@@ -25,6 +25,7 @@ from spmdtypes.ops.parts import (
     Sub,
     both,
     dropped,
+    expect,
     local,
     names,
     new_dims,
@@ -117,6 +118,7 @@ def expand(x: Operand, size: Ints, **_: Any) -> OpSpec:
         grown = d < new or (x.one[d - new] and s != -1 and (local(s), ref(s)) != (1, 1))
         if d >= new:
             index.append(ONE if x.one[d - new] else vars[d])
+            expect(x, [d - new], [] if x.one[d - new] or s == -1 else [s])
         if grown and (local(s), ref(s)) != (1, 1):
             extents[vars[d]] = s
         elif d < new or x.one[d - new]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 from math import prod
 from typing import Any
@@ -113,6 +114,11 @@ def _fits(p: Placement, shape: Sequence[int], mesh: Mesh, uneven: bool) -> bool:
     return True
 
 
+@lru_cache(maxsize=4096)
+def _indices(layout: Layout, coords: tuple[tuple[str, int], ...]) -> Tensor:
+    return torch.tensor(local_indices(layout, dict(coords)), dtype=torch.int64)
+
+
 def cut(t: Tensor, den: Denotation, mesh: Mesh, generator: torch.Generator) -> list[Tensor]:
     """One local tensor per rank (row-major) that `den` reads as `t`."""
     axes = [a for a in mesh if a in den.partial]
@@ -124,7 +130,7 @@ def cut(t: Tensor, den: Denotation, mesh: Mesh, generator: torch.Generator) -> l
         which = 0
         for a in axes:
             which = which * mesh[a] + coords[a]
-        index = torch.tensor(local_indices(den, coords), dtype=torch.int64)
+        index = _indices(den.layout, tuple(coords.items()))
         out.append(parts[which].reshape(-1)[index].reshape(local_shape(den.layout, coords)).clone())
     return out
 
@@ -177,7 +183,7 @@ def assemble(
         key = tuple(coords[a] for a in axes)
         whole = wholes.setdefault(key, torch.zeros(size, dtype=x.dtype))
         done = written.setdefault(key, torch.zeros(size, dtype=torch.bool))
-        index, flat = torch.tensor(local_indices(layout, coords), dtype=torch.int64), x.reshape(-1)
+        index, flat = _indices(layout, tuple(coords.items())), x.reshape(-1)
         again = done[index]
         if not same(whole[index][again], flat[again]):
             return None
