@@ -83,9 +83,11 @@ def test_a_proposed_reading_is_confirmed_or_refuted(found: dict[type, Experiment
 def test_a_wrong_border_is_traced_to_where_its_value_lost_its_reading(found: dict[type, Experiment]) -> None:
     e = found[Unreduced]
     assert [b.name for b in e.wrong] == ["output"]
-    ((at, sentence),) = e.suspects("output")
-    assert at == node(e, "aten.tanh").node
-    assert '"8@dp 3 | tp:P"' in sentence
+    (lost, lost_because), (cause, became) = e.suspects("output")
+    assert lost == node(e, "aten.tanh").node
+    assert '"8@dp 3 | tp:P"' in lost_because
+    assert cause == node(e, "aten.mm").node
+    assert became == "becomes a pending sum over tp here"
 
 
 def test_without_values_there_are_no_readings() -> None:
