@@ -32,6 +32,7 @@ def check(
     name: str | None = None,
     test: bool = True,
     seed: int = 0,
+    groups: Mapping[str, tuple[str, ...]] | None = None,
 ) -> Report:
     """Whether `program` computes what it computes on the mesh whose every axis has size 1.
 
@@ -40,7 +41,8 @@ def check(
     (`torch.export.ExportedProgram`, `torch.fx.GraphModule`). Types are notation texts with global
     sizes: `"f32[8@dp, 16]"`. `grads`: what an outer wrapper does to gradients ("sum" or "avg" by
     axis). `step(module, mesh, **inputs) -> dict` is a training step whose `results` have types.
-    `test=False` keeps to what the rules prove.
+    `test=False` keeps to what the rules prove. `groups` is for graphs: the mesh axes that process groups
+    named in them span; graphs are checked by the rules alone.
 
     Raises `CannotCheck` (bad input).
     """
@@ -54,6 +56,8 @@ def check(
         results=as_types(results),
         name=name,
     )
+    if _is_graph(program):
+        return _check_graph(program, said, groups or {})
     programs = _programs(program, said, step)
     return check_programs(programs, test=test, seed=seed)
 
@@ -109,6 +113,38 @@ def _entry(target: Any, said: Declaration) -> Entry:
     declared = declaration_of(target) or Declaration()
     changes = {k: v for k, v in vars(said).items() if v not in (None, {}, ())}
     return Entry.of(target, replace(declared, **changes), Options())
+
+
+def _is_graph(target: Any) -> bool:
+    import torch
+    from torch import fx
+
+    from spmdtypes.graph import Graph
+
+    return isinstance(target, (Graph, torch.export.ExportedProgram, fx.GraphModule))
+
+
+def _check_graph(target: Any, said: Declaration, groups: Mapping[str, tuple[str, ...]]) -> Report:
+    from spmdtypes.graph_check import as_graph, check_graph
+
+    if said.mesh is None:
+        raise CannotCheck("no mesh given: check(..., mesh={'tp': 2})")
+    contract = _plain(_graph_is_not_built, said, None)
+    graph = as_graph(target, contract.mesh, groups)
+    assert graph is not None
+    return check_graph(
+        graph,
+        name=said.name or type(target).__name__,
+        mesh=contract.mesh,
+        inputs=contract.inputs,
+        params=contract.params,
+        output=contract.output,
+        grads=contract.grads,
+    )
+
+
+def _graph_is_not_built(mesh: Any) -> Any:
+    raise CannotCheck("a graph is not built")
 
 
 def _plain(build: Callable[[Any], Any], said: Declaration, step: Callable[..., Any] | None) -> Program:

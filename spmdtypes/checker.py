@@ -132,6 +132,8 @@ def _check_tested(program: Program, options: Options) -> Report:
         findings = _findings(program, run) or warnings
     else:
         findings = _findings(program, run)
+    if found.crossed and any(f.is_error for f in findings):
+        findings = [_crossed(found.crossed[0], program, findings)]
     return _report(program, findings, _counts(run.verdicts), run.inference, run.experiment)
 
 
@@ -328,6 +330,20 @@ def _diverging(d: Divergence, program: Program) -> Finding:
         evidence="tested",
         axes=next((c.axes for c in d.calls if c is not None), ()),
         border=None,
+    )
+
+
+def _crossed(d: Divergence, program: Program, findings: Sequence[Finding]) -> Finding:
+    """Ranks meet in a collective that each of them issues for something else."""
+    first = in_order(findings)[0]
+    met = _diverging(d, program)
+    return replace(
+        met,
+        code="SPMD602",
+        message=f"{first.message}; ranks {d.ranks[0]} and {d.ranks[1]} meet there from different lines",
+        notes=(*met.notes, *first.notes)[:10],
+        border=first.border,
+        also=first.also,
     )
 
 

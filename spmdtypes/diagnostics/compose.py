@@ -13,6 +13,7 @@ from spmdtypes.diagnostics.finding import Evidence, Finding, Note, Span
 from spmdtypes.diagnostics.hints import hint_for
 from spmdtypes.diagnostics.trace import (
     Step,
+    ancestors,
     backward_call,
     collectives_on_path,
     meeting,
@@ -27,6 +28,8 @@ from spmdtypes.graph import Graph, Node
 from spmdtypes.verdict import Verdict
 
 _MAX_NOTES = 10
+# The weighed sum that drives a program whose result is no loss: ours, not the user's.
+_DRIVEN = "output.loss"
 _OF_PROBLEM = {
     "nonlinear": "SPMD102",
     "mix": "SPMD103",
@@ -157,12 +160,34 @@ def _problem_cause(v: Verdict, p: Problem, inference: Inference) -> Cause:
                 nodes += [x for x in where_standing(inference, r, a, 2) if x not in nodes]
     if v.ref is not None and p.error.kind in ("rank", "layout"):
         nodes += meeting(inference, p.node, v.ref) + placements_by_index(inference, p.node, v.ref)
-    code = _OF_PROBLEM.get(p.error.kind) or _tested_code(v)
-    if code == "SPMD301" and v.border.startswith("grad:"):
-        code = "SPMD302"
-    if code == "SPMD501" and "draws the same numbers" in p.error.message:
-        code = "SPMD502"
-    return Cause(code, axes, nodes)
+    return Cause(_problem_code(v, p, inference.graph), axes, nodes)
+
+
+def _problem_code(v: Verdict, p: Problem, graph: Graph) -> str:
+    """The rule's kind, refined by where it was broken."""
+    kind, node, gradient = p.error.kind, graph.nodes[p.node], v.border.startswith("grad:")
+    if kind == "scale" and gradient:
+        return "SPMD302"
+    if kind == "axis" and gradient and node.phase == "backward":
+        return "SPMD203"
+    if kind in ("layout", "axis") and node.comm is not None:
+        return "SPMD402"
+    if kind == "rank" and "positions" in p.error.message:
+        return "SPMD404"
+    if kind == "random" and "draws the same numbers" in p.error.message:
+        return "SPMD502"
+    if kind == "nonlinear":
+        out = node.outs[0]
+        if out is not None and "copy" in node.op and out.dtype.startswith(("f8", "f16", "bf16")):
+            return "SPMD801"
+        if v.border.startswith("result:") and "sqrt" in node.op and _after_backward(graph, node):
+            return "SPMD703"
+    return _OF_PROBLEM.get(kind) or _tested_code(v)
+
+
+def _after_backward(graph: Graph, node: Node) -> bool:
+    """Computed from gradients?"""
+    return any(n.phase == "backward" for n in ancestors(graph, node))
 
 
 def _mismatch_code(v: Verdict, program: Program) -> str:
@@ -207,7 +232,7 @@ def _tested_axes(v: Verdict) -> tuple[str, ...]:
 
 def _finding(cause: Cause, program: Program, inference: Inference) -> Finding:
     graph = inference.graph
-    lead = cause.verdicts[0]
+    lead = next((v for v in cause.verdicts if v.border != _DRIVEN), cause.verdicts[0])
     notes: list[Note] = []
     span: Span | None = None
     for node, sentence in cause.nodes:
@@ -230,7 +255,9 @@ def _finding(cause: Cause, program: Program, inference: Inference) -> Finding:
         evidence=_evidence(cause.verdicts),
         axes=cause.axes,
         border=lead.border,
-        also=tuple(Note(None, _also(v, program)) for v in cause.verdicts[1:6]),
+        also=tuple(
+            Note(None, _also(v, program)) for v in cause.verdicts[:7] if v is not lead and v.border != _DRIVEN
+        ),
     )
     return replace(finding, hint=hint_for(finding, _cure(lead)))
 
@@ -302,7 +329,7 @@ def subject(border: str, program: Program) -> str:
     if kind == "result":
         return f"{key} after the step" if key in program.params else f'the result "{key}"'
     rest = border.removeprefix("output").lstrip(".")
-    return f'the output "{rest}"' if rest else "the output"
+    return f'the output "{rest}"' if rest not in ("", "output") else "the output"
 
 
 def _over(axes: Sequence[str]) -> str:

@@ -108,7 +108,7 @@ def placements_by_index(inference: Inference, problem: int, border: Ref) -> list
     """Where elements are moved to computed positions between a problem and the border: the positions."""
     graph = inference.graph
     steps: list[Step] = []
-    for node in _ancestors(graph, border):
+    for node in ancestors(graph, graph.nodes[border.node]):
         if node.id <= problem or not node.op.startswith(("aten.index", "aten.scatter", "aten.gather")):
             continue
         for r in node.refs():
@@ -120,10 +120,10 @@ def placements_by_index(inference: Inference, problem: int, border: Ref) -> list
     return steps[:2]
 
 
-def _ancestors(graph: Graph, ref: Ref) -> Iterator[Node]:
-    """Nodes a value depends on, latest first."""
-    wanted = {ref.node}
-    for node in reversed(graph.nodes[: ref.node + 1]):
+def ancestors(graph: Graph, start: Node) -> Iterator[Node]:
+    """A node and those it depends on, latest first."""
+    wanted = {start.id}
+    for node in reversed(graph.nodes[: start.id + 1]):
         if node.id in wanted:
             wanted |= {r.node for r in node.refs()}
             yield node
