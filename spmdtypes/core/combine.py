@@ -78,17 +78,53 @@ class Rules:
         args, name = _literal_bounds(name, args)
         base = Abs(cut=cut, nonneg=_nonneg(name, args), grad_free=all(a.grad_free for a in args))
         value = _form(name, args)
-        fault = next((a.fault for a in args if a.fault is not None), None)
+        fault = merged(args)
         if value is not None and not any(a.guard for a in args):
             if self.resolves(value):
                 return replace(base, value=value)
             if fault is not None:
                 return replace(base, value=value, fault=fault)
-        for attempt in (self._select, self._clamped, self._owned, self._lawful):
+        found = self._attempted(name, args, base)
+        if found.fault is not None and found.guard is None:
+            shared = [self.shared(a) for a in args]
+            if any(a is not b for a, b in zip(shared, args)):
+                again = self._attempted(name, shared, base)
+                if again.fault is None:
+                    return again
+        return self._with_form(found, value, args) if value is not None else found
+
+    def _attempted(self, name: str, args: Sequence[Abs], base: Abs) -> Abs:
+        for attempt in (self._select, self._clamped, self._owned):
             found = attempt(name, args, base)
             if found is not None:
-                return replace(found, value=value if found.value is None else found.value)
-        raise AssertionError(name)
+                return found
+        return self._lawful(name, args, base)
+
+    def _with_form(self, found: Abs, value: Value, args: Sequence[Abs]) -> Abs:
+        """`value` holds where all guards of the arguments do."""
+        if found.value is not None or found.zero:
+            return found
+        guard: Truth | None = None
+        for g in {a.guard for a in args if a.guard is not None}:
+            guard = g if guard is None else ranks.both(guard, g)
+            if guard is None:
+                return found
+        if guard is None or (found.guard is not None and ranks.implies(found.guard, guard, self.extents)):
+            return replace(found, value=value)
+        if found.guard is None and found.fault is not None:
+            return replace(found, value=value, guard=guard)
+        return found
+
+    def shared(self, x: Abs) -> Abs:
+        """A truth value that one rank has wherever the reference has it: a pending sum of ones."""
+        if x.fault is None or x.guard is not None or x.value is None:
+            return x
+        local, ref = x.value.local, x.value.ref
+        if not isinstance(local, Truth) or not isinstance(ref, Truth):
+            return x
+        one = Abs(value=ranks.constant(1), nonneg=True)
+        found = self._masked(one, local, ref, Abs(cut=x.cut, nonneg=True, grad_free=x.grad_free))
+        return x if found is None else found
 
     # -- closed forms and guards ----------------------------------------------------------------
 
@@ -99,7 +135,7 @@ class Rules:
         if name in ("mul", "and", "bitand") and len(args) == 2:
             for c, x in ((args[0], args[1]), (args[1], args[0])):
                 if c.value is not None and isinstance(c.value.local, Truth):
-                    collapsed = self._collapse(c, x, base)
+                    collapsed = self._collapse(c, self.shared(x), base)
                     if collapsed is not None:
                         return collapsed
                     if c.fault is not None:
@@ -114,6 +150,8 @@ class Rules:
             return None
         no_local, no_ref = ranks.negate(local), ranks.negate(ref)
         for keep, other, on, on_ref in ((x, y, local, ref), (y, x, no_local, no_ref)):
+            if not ranks.implies(on, on_ref, self.extents):
+                continue
             found = self._masked(keep, on, on_ref, base) if other.is_zero else None
             if found is None and other.number is not None:
                 found = self._valid_where(keep, on, c.fault.axes, base)
@@ -130,24 +168,23 @@ class Rules:
             guard = ranks.both(on, x.guard)
         if guard is None:
             return None
+        axes = axes | (x.fault.axes if x.fault is not None else NONE)
         fault = RuleError("rank", f"holds only on the ranks of {_names(axes)} that own it", axes)
         return replace(
             base, op=x.op, partial=x.partial, scale=x.scale, value=x.value, guard=guard, fault=fault
         )
 
     def _masked(self, x: Abs, on: Truth, ref: Truth, base: Abs) -> Abs | None:
-        """x where `on`, zero elsewhere."""
+        """x where `on` (which has the reference's `ref` with it), zero elsewhere."""
         if x.owned and x.guard is not None and ranks.implies(x.guard, on, self.extents):
             return replace(x, cut=base.cut, value=None)
         if x.guard is not None and (x.zero or not ranks.implies(on, x.guard, self.extents)):
-            return None
-        if x.guard is None and x.fault is not None:
             return None
         block = ranks.partition(on, ref, self.mesh)
         if block is None or x.op not in ("", "sum"):
             return None
         axes = frozenset(block.axes)
-        if axes & (x.partial | base.cut):
+        if axes & (x.partial | base.cut) or self._within(x, axes).fault is not None:
             return None
         return replace(base, op="sum", partial=x.partial | axes, scale=x.scale, guard=on, zero=True)
 
@@ -171,7 +208,7 @@ class Rules:
         known = [v for v in values if v is not None]
         local = ranks.clamp_guard(name, [v.local for v in known])
         ref = ranks.clamp_guard(name, [v.ref for v in known])
-        if local is None or ref is None:
+        if local is None or ref is None or not ranks.implies(local[1], ref[1], self.extents):
             return None
         guard: Truth | None = local[1]
         for a in args:
@@ -183,7 +220,7 @@ class Rules:
             base,
             value=Value(local[0], ref[0]),
             guard=guard,
-            fault=_rank_fault("valid on some ranks only", guard),
+            fault=_rank_fault("valid on some ranks only", guard, merged(args)),
         )
 
     def _owned(self, name: str, args: Sequence[Abs], base: Abs) -> Abs | None:
@@ -194,12 +231,7 @@ class Rules:
         guard = guards.pop()
         assert guard is not None
         axes = frozenset(guard.ranks)
-        inside = [
-            replace(a, partial=a.partial - axes, op=a.op if a.partial - axes else "", guard=None, fault=None)
-            if a.guard
-            else a
-            for a in args
-        ]
+        inside = [self._within(a, axes) if a.guard else a for a in args]
         if any(a.partial & axes for a in inside):
             return None
         law = self._laws(name, args)
@@ -215,7 +247,15 @@ class Rules:
             return got if loose else None
         if zero:
             return replace(got, op="sum", partial=got.partial | axes, guard=guard, zero=True)
-        return replace(got, guard=guard, fault=_rank_fault("valid on some ranks only", guard))
+        return replace(got, guard=guard, fault=_rank_fault("valid on some ranks only", guard, merged(args)))
+
+    def _within(self, a: Abs, axes: frozenset[str]) -> Abs:
+        """A guarded value where its guard holds: only what it lacks over other axes is left to say."""
+        rest, fault = a.partial - axes, a.fault
+        if fault is not None and a.guard is not None:
+            exact = self.resolves(a.value) if a.value is not None else fault.axes <= axes
+            fault = None if exact else fault
+        return replace(a, partial=rest, op=a.op if rest else "", guard=None, zero=False, fault=fault)
 
     # -- laws -----------------------------------------------------------------------------------
 
@@ -240,7 +280,7 @@ class Rules:
         return law
 
     def _lawful(self, name: str, args: Sequence[Abs], base: Abs) -> Abs:
-        fault = next((a.fault for a in args if a.fault is not None), None)
+        fault = merged(args)
         if fault is not None:
             return replace(base, fault=fault)
         law = self._laws(name, args)
@@ -440,8 +480,18 @@ def of_denotation(d: Denotation, value: Value | None, guard: Truth | None, grad_
     )
 
 
-def _rank_fault(text: str, form: Truth) -> RuleError:
-    axes = frozenset(form.ranks)
+def merged(args: Sequence[Abs]) -> RuleError | None:
+    """The first fault, over the axes of all."""
+    faults = [a.fault for a in args if a.fault is not None]
+    if len(faults) < 2:
+        return faults[0] if faults else None
+    axes = NONE.union(*(f.axes for f in faults))
+    first = faults[0]
+    return first if axes == first.axes else RuleError(first.kind, first.message, axes, first.operands)
+
+
+def _rank_fault(text: str, form: Truth, was: RuleError | None) -> RuleError:
+    axes = frozenset(form.ranks) | (was.axes if was is not None else NONE)
     return RuleError("rank", f"{text} of {_names(axes)}" if axes else text, axes)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from spmdtypes.core import ranks
 from spmdtypes.core.bind import Env, as_variable, free
-from spmdtypes.core.combine import Abs, Rules, left_out, of_denotation
+from spmdtypes.core.combine import Abs, Rules, left_out, merged, of_denotation
 from spmdtypes.core.denotation import NONE, Denotation, RuleError, scale_mul, scale_of_ratio
 from spmdtypes.core.layout import LayoutError
 from spmdtypes.core.ranks import Lin, Truth, Value
@@ -45,6 +45,7 @@ class Run:
         self.frees: dict[int, frozenset[Var]] = {}
         self.pinned: set[Var] = set()
         extents: dict[object, int] = {v: env.sizes(v)[0] for v in env.of}
+        extents.update({("r", a): n for a, n in case.mesh.items()})
         self.rules = Rules(case.mesh, case.averaged, extents, self.resolves, case.notes)
 
     def value(self, e: Expr) -> Abs:
@@ -253,15 +254,16 @@ class Run:
             return replace(
                 out, fault=RuleError("nonlinear", "the index is a pending reduction", index.partial)
             )
-        if held and index.value is not None and not self.resolves(index.value):
+        if held and index.value is not None and out.guard is None and not self.resolves(index.value):
             guard = self._own_rows(d, dim, index)
             if guard is not None:
-                fault = RuleError(
-                    "rank",
-                    f"holds only for the rows a rank of {_names(guard.ranks)} owns",
-                    frozenset(guard.ranks),
-                )
-                return replace(out, value=None, guard=guard, fault=out.fault or fault)
+                axes = frozenset(guard.ranks)
+                fault = RuleError("rank", f"holds only for the rows a rank of {_names(axes)} owns", axes)
+                if index.fault is not None and index.fault.axes - axes:
+                    fault = index.fault
+                if out.fault is not None:
+                    return replace(out, value=None, fault=merged([out, Abs(fault=fault)]))
+                return replace(out, value=None, guard=guard, fault=fault)
         if held:
             axes = frozenset(held)
             text = f"dim {dim} is cut over {_names(axes)} but indexed by whole positions"
@@ -296,9 +298,26 @@ class Run:
         over: set[str] = set()
         for v in vars:
             over |= self._reduced_axes(v, e.vars, inner)
+        if all(self.env.sizes(v) == (1, 1) for v in vars):
+            return self._without(body, vars, cut)
+        if body.fault is not None:
+            body = self.rules.shared(body)
         if body.fault is not None:
             return replace(body, cut=cut, value=None, guard=None, zero=False)
         return self._pending_over(e, body, frozenset(over), vars, cut)
+
+    def _without(self, body: Abs, vars: Sequence[Var], cut: frozenset[str]) -> Abs:
+        """The one term of a reduction over variables of size 1."""
+
+        def rename(a: ranks.Atom) -> ranks.Atom | None:
+            if a[0] == "i" and a[1] in vars:
+                return None
+            return ("u", a[1], tuple(ONE if d in vars else d for d in a[2])) if a[0] == "u" else a
+
+        value = body.value.mapped(rename) if body.value is not None else None
+        guard = body.guard.mapped(rename) if body.guard is not None else None
+        lost = body.guard is not None and guard is None
+        return replace(body, cut=cut, value=None if lost else value, guard=guard, zero=body.zero and not lost)
 
     def _reduced_axes(self, v: Var, reduced: Sequence[Var], inner: frozenset[Var]) -> frozenset[str]:
         b = self.env.of[v]

@@ -277,7 +277,8 @@ def clamp_guard(name: str, args: Sequence[Form]) -> tuple[Form, Truth] | None:
 
 
 def implies(a: Truth, b: Truth, extents: Mapping[Any, int]) -> bool:
-    """Every element where `a` holds has `b`. `extents`: local size of each dim (bounds of positions)."""
+    """Every element where `a` holds has `b`. `extents`: local size of each dim (bounds of positions), and
+    of each axis, as ("r", axis)."""
     if a == b:
         return True
     if a.neg or b.neg:
@@ -294,10 +295,11 @@ def _follows(x: Lin, a: Truth, zeros: Sequence[Lin], extents: Mapping[Any, int])
 def _lowest(x: Lin, extents: Mapping[Any, int]) -> float:
     low: float = x.const
     for a, c in x.terms:
-        if a[0] != "i" or a[1] not in extents:
+        key = a if a[0] == "r" else a[1]
+        if a[0] not in "ir" or key not in extents:
             return float("-inf")
         if c < 0:
-            low += c * (extents[a[1]] - 1)
+            low += c * (extents[key] - 1)
     return low
 
 

@@ -1,4 +1,10 @@
-"""Sums over one position: sum_k [k == i] * f(k) = f(i)."""
+"""Identities that show what an expression says before it is evaluated.
+
+    sum_k [k == i] * f(k)           = f(i)
+    where(c, c * x, y)              = where(c, x, y)
+    where(max_k h, sum_k h * x, 0)  = sum_k h * x
+    where(a, where(b, x, 0), 0)     = where(a and b, x, 0)
+"""
 
 from __future__ import annotations
 
@@ -6,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from spmdtypes.core.bind import as_variable
 from spmdtypes.core.denotation import Denotation
-from spmdtypes.core.spec import Expr, Fn, Iota, Load, Rand, Red, Size, Var, Window
+from spmdtypes.core.spec import Const, Expr, Fn, Iota, Load, Rand, Red, Size, Var, Window
 
 
 def collapsed(e: Expr, operands: Sequence[Denotation]) -> Expr:
@@ -15,7 +21,8 @@ def collapsed(e: Expr, operands: Sequence[Denotation]) -> Expr:
 
     def walk(x: Expr) -> Expr:
         if id(x) not in memo:
-            memo[id(x)] = _collapse(_rebuilt(x, walk), operands)
+            new = _collapse(_rebuilt(x, walk), operands)
+            memo[id(x)] = _chosen(new, operands) if isinstance(new, Fn) and new.name == "where" else new
         return memo[id(x)]
 
     return walk(e)
@@ -37,6 +44,62 @@ def _collapse(e: Expr, operands: Sequence[Denotation]) -> Expr:
         left = tuple(v for v in e.vars if v != k)
         return _collapse(Red(e.op, left, body), operands) if left else body
     return e
+
+
+def _chosen(e: Fn, operands: Sequence[Denotation]) -> Expr:
+    """The identities of `where`."""
+    c, x, y = e.args
+    if not _is_zero(y, operands):
+        inside = _without_factor(x, c)
+        return e if inside is None else Fn("where", (c, inside, y))
+    if isinstance(c, Red) and isinstance(x, Red) and (c.op, x.op) == ("max", "sum") and c.vars == x.vars:
+        return x if any(same(f, c.body) for f in _factors(x.body)) else e
+    if any(same(f, c) for f in _factors(x)) and _factors(x) != [x]:
+        return x
+    if isinstance(x, Fn) and x.name == "where" and _is_zero(x.args[2], operands):
+        return Fn("where", (Fn("and", (c, x.args[0])), x.args[1], y))
+    return e
+
+
+def _without_factor(x: Expr, c: Expr) -> Expr | None:
+    """y where x is c * y."""
+    if isinstance(x, Fn) and x.name == "mul":
+        for a, b in (x.args, x.args[::-1]):
+            if same(a, c):
+                return b
+    return None
+
+
+def _is_zero(e: Expr, operands: Sequence[Denotation]) -> bool:
+    if isinstance(e, Const):
+        return isinstance(e.value, (int, float)) and e.value == 0
+    return isinstance(e, Load) and e.operand < len(operands) and operands[e.operand].is_zero
+
+
+def same(a: object, b: object) -> bool:
+    """Equal in writing."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    match a, b:
+        case Load(), Load():
+            return a.operand == b.operand and _all_same(a.index, b.index)
+        case Fn(), Fn():
+            return a.name == b.name and _all_same(a.args, b.args)
+        case Red(), Red():
+            return (a.op, a.vars) == (b.op, b.vars) and same(a.body, b.body)
+        case (Iota(), Iota()) | (Size(), Size()):
+            return a.var == b.var
+        case Const(), Const():
+            return type(a.value) is type(b.value) and a.value == b.value
+        case Rand(), Rand():
+            return False
+    return a == b
+
+
+def _all_same(a: Sequence[object], b: Sequence[object]) -> bool:
+    return len(a) == len(b) and all(map(same, a, b))
 
 
 def _factors(e: Expr) -> list[Expr]:
