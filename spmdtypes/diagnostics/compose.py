@@ -255,11 +255,13 @@ def _finding(cause: Cause, program: Program, inference: Inference) -> Finding:
         evidence=_evidence(cause.verdicts),
         axes=cause.axes,
         border=lead.border,
-        also=tuple(
-            Note(None, _also(v, program)) for v in cause.verdicts[:7] if v is not lead and v.border != _DRIVEN
-        ),
+        also=tuple(dict.fromkeys(Note(None, _also(v, program)) for v in _others(cause, lead))),
     )
     return replace(finding, hint=hint_for(finding, _cure(lead)))
+
+
+def _others(cause: Cause, lead: Verdict) -> list[Verdict]:
+    return [v for v in cause.verdicts if v is not lead and v.border != _DRIVEN][:6]
 
 
 def _cure(v: Verdict) -> str | None:
