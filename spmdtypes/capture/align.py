@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from spmdtypes.capture.collector import no_collection
 from spmdtypes.capture.match import matched
 from spmdtypes.graph import Graph, Lit, Node, Ref, TensorMeta
 
@@ -42,6 +43,11 @@ class Aligned:
 
 def align(local: Graph, reference: Graph | None, others: Sequence[Graph] = ()) -> Aligned:
     """Align `local` with the program on the mesh of ones and with other ranks of its own mesh."""
+    with no_collection():
+        return _align(local, reference, others)
+
+
+def _align(local: Graph, reference: Graph | None, others: Sequence[Graph]) -> Aligned:
     refs = matched(local, reference) if reference is not None else [None] * len(local.nodes)
     tables = [matched(local, g) for g in others]
     literals = _Literals(local, others)

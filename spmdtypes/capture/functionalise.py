@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from spmdtypes.capture import expand
+from spmdtypes.capture.collector import no_collection
 from spmdtypes.capture.raw import Raw, Res, View
 from spmdtypes.capture.storage import Memory
 from spmdtypes.capture.variants import variant
@@ -39,10 +40,11 @@ class Functional:
 def functionalise(rec: Recorder, outputs: Mapping[str, View | Res]) -> Functional:
     """The pure graph of a recorder's trace; `outputs` name the values wanted at its end."""
     f = _Functionaliser(rec)
-    for index, raw in enumerate(rec.trace):
-        f.visit(index, raw)
-    named = {name: f.resolve(x) for name, x in outputs.items()}
-    return f.close(named)
+    with no_collection():
+        for index, raw in enumerate(rec.trace):
+            f.visit(index, raw)
+        named = {name: f.resolve(x) for name, x in outputs.items()}
+        return f.close(named)
 
 
 class _Functionaliser:
