@@ -99,6 +99,20 @@ def test_loops_over_the_world_match_where_they_can() -> None:
     assert unmatched == {"aten.cos.default", "aten.add.Tensor"}
 
 
+def test_other_callers_do_not_hide_the_same_step() -> None:
+    def wrapped(x: Tensor) -> Tensor:
+        return plain(x) * 2
+
+    def plain(x: Tensor) -> Tensor:
+        return x.sin().cos()
+
+    def body(x: Tensor, mesh: DeviceMesh) -> Tensor:
+        return wrapped(x) if mesh.size() > 1 else plain(x)
+
+    graph = aligned(body).graph
+    assert [n.op for n in graph.nodes if n.ref is None and n.phase == "forward"] == ["aten.mul.Tensor"]
+
+
 def test_a_copy_the_reference_does_not_need_takes_its_operands_shape() -> None:
     def body(x: Tensor, mesh: DeviceMesh) -> Tensor:
         return (x.clone() if mesh["tp"].size() > 1 else x).exp()

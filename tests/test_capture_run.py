@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -227,6 +228,19 @@ class _Scalar(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         return F.mse_loss(self.net(input), torch.zeros_like(input))
+
+
+def test_functional_collectives_lead_on() -> None:
+    class Functional(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            y = funcol.all_reduce(self.first(x), "sum", self.group)
+            return (y * 2).sum()
+
+    graph = captured(Functional)
+    (doubled,) = find(graph, "mul", phase="forward")
+    (ref,) = doubled.refs()
+    assert graph.nodes[ref.node].op == "comm.all_reduce"
+    assert not find(graph, "const")
 
 
 def test_fsdp2() -> None:

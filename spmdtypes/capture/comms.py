@@ -340,7 +340,12 @@ def _functional_kind(name: str, given: dict[str, Any]) -> tuple[str, str, Any, i
 def _wait_tensor(rec: Recorder, info: OpInfo, func: Any, args: Any, kwargs: Any) -> Any:
     with rec.pause():
         out = func(*args, **kwargs)
-    rec.pending.wait(-1 - rec.view(args[0]).storage)
+    source, target = rec.view(args[0]), rec._view(out)[0]
+    rec.pending.wait(-1 - source.storage)
+    if target.storage != source.storage:  # a fake wait makes a new tensor
+        raw = Raw("write", (source,), outs=(target,))
+        rec.situate(raw)
+        rec.append(raw)
     return out
 
 

@@ -20,9 +20,26 @@ def matched(a: Graph, b: Graph) -> list[int | None]:
     if len(a.nodes) == len(b.nodes) and all(_same(x, y) for x, y in zip(a.nodes, b.nodes)):
         return list(range(len(a.nodes)))
     out: list[int | None] = [None] * len(a.nodes)
-    for i, j in pairs([_token(a, n) for n in a.nodes], [_token(b, n) for n in b.nodes]):
+    found: list[tuple[int, int]] = []
+    for token in (_exact, _placeless, _op):
+        tokens = [token(a, n) for n in a.nodes], [token(b, n) for n in b.nodes]
+        found = _refined(found, *tokens)
+    for i, j in found:
         out[i] = j
     return out
+
+
+def _refined(
+    found: list[tuple[int, int]], a: Sequence[Hashable], b: Sequence[Hashable]
+) -> list[tuple[int, int]]:
+    """The matches found so far and those that other tokens give between them."""
+    out = list(found)
+    i = k = 0
+    for j, m in [*found, (len(a), len(b))]:
+        if i < j and k < m:
+            out += [(i + p, k + q) for p, q in pairs(a[i:j], b[k:m])]
+        i, k = j + 1, m + 1
+    return sorted(out)
 
 
 def _same(x: Node, y: Node) -> bool:
@@ -35,10 +52,19 @@ def _channel(n: Node) -> Hashable:
     return (n.comm.kind, n.comm.axes if len(n.comm.ranks) > 1 else None)
 
 
-def _token(g: Graph, n: Node) -> Hashable:
+def _exact(g: Graph, n: Node) -> Hashable:
+    """The same op from the same place in the source."""
     frames = g.stacks[n.stack] or g.stacks[n.forward_stack]
-    place = tuple((f.file, f.line, f.col) for f in frames[:3])
-    return (n.op, n.name, n.phase, n.module, place, len(n.args), n.comm and n.comm.kind)
+    return (*_placeless(g, n), tuple((f.file, f.line, f.col) for f in frames[:3]))
+
+
+def _placeless(g: Graph, n: Node) -> tuple[Hashable, ...]:
+    """The same op in the same module, called another way (through hooks of a framework)."""
+    return (*_op(g, n), n.module)
+
+
+def _op(g: Graph, n: Node) -> tuple[Hashable, ...]:
+    return (n.op, n.name, n.phase, len(n.args), n.comm and n.comm.kind)
 
 
 def pairs(a: Sequence[Hashable], b: Sequence[Hashable]) -> list[tuple[int, int]]:
