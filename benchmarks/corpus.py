@@ -28,8 +28,8 @@ import time
 import tomllib
 import traceback
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from multiprocessing import connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -117,25 +117,34 @@ def _plain(finding: Finding, path: Path) -> dict[str, Any]:
     return {"code": finding.code, "message": finding.message, "evidence": finding.evidence, "lines": lines}
 
 
-def isolated(path: Path, limit: float = LIMIT) -> Outcome:
-    """`check_twin(path)` in a forked process group, ended after `limit` seconds."""
-    context = multiprocessing.get_context("fork")
-    receive, send = context.Pipe(duplex=False)
-    start = time.perf_counter()
-    process = context.Process(target=_child, args=(path, send))
-    process.start()
-    send.close()
-    outcome: Outcome | None = None
-    with contextlib.suppress(EOFError):
-        if receive.poll(limit):
-            outcome = receive.recv()
-    seconds = round(time.perf_counter() - start, 3)
-    timed_out = outcome is None and seconds >= limit
-    _end_group(process)
-    if outcome is not None:
-        return outcome
-    reason = f"no verdict after {limit:.0f} s" if timed_out else f"process died ({process.exitcode})"
-    return Outcome(seconds=seconds, failure=reason)
+class Isolated:
+    """`check_twin(path)` under way in a forked process group."""
+
+    def __init__(self, path: Path, limit: float = LIMIT) -> None:
+        context = multiprocessing.get_context("fork")
+        self.start, self.limit = time.perf_counter(), limit
+        self.result, send = context.Pipe(duplex=False)
+        self.process = context.Process(target=_child, args=(path, send))
+        self.process.start()
+        send.close()
+
+    @property
+    def left(self) -> float:
+        """Seconds until its time is up."""
+        return max(0.0, self.start + self.limit - time.perf_counter())
+
+    def finish(self) -> Outcome:
+        """Its outcome, or why there is none; nothing of it runs on."""
+        outcome: Outcome | None = None
+        in_time = self.result.poll()
+        with contextlib.suppress(EOFError):
+            outcome = self.result.recv() if in_time else None
+        self.result.close()
+        _end_group(self.process)
+        seconds = round(time.perf_counter() - self.start, 3)
+        died = f"process died ({self.process.exitcode})"
+        reason = died if in_time else f"no verdict after {self.limit:.0f} s"
+        return outcome or Outcome(seconds=seconds, failure=reason)
 
 
 def _child(path: Path, send: Any) -> None:
@@ -170,14 +179,25 @@ def _end_group(process: Any) -> None:
 
 
 def run(folders: list[Path], jobs: int) -> Iterator[Case]:
-    """The verdicts, in the order of `folders`, as they become known."""
-    with ThreadPoolExecutor(jobs) as pool:
-        twins = [
-            (folder, pool.submit(isolated, folder / "buggy.py"), pool.submit(isolated, folder / "fixed.py"))
-            for folder in folders
-        ]
-        for folder, buggy, fixed in twins:
-            yield judge(folder, buggy.result(), fixed.result())
+    """The verdicts, in the order of `folders`, as they become known.
+
+    One thread does it all: forking a process that has threads is not safe.
+    """
+    waiting = [folder / f"{twin}.py" for folder in folders for twin in ("buggy", "fixed")]
+    running: dict[Path, Isolated] = {}
+    done: dict[Path, Outcome] = {}
+    for folder in folders:
+        buggy, fixed = folder / "buggy.py", folder / "fixed.py"
+        while not {buggy, fixed} <= done.keys():
+            while waiting and len(running) < jobs:
+                path = waiting.pop(0)
+                running[path] = Isolated(path)
+            soonest = min(twin.left for twin in running.values())
+            ready = connection.wait([twin.result for twin in running.values()], soonest)
+            for path, twin in list(running.items()):
+                if twin.result in ready or not twin.left:
+                    done[path] = running.pop(path).finish()
+        yield judge(folder, done[buggy], done[fixed])
 
 
 def _row(case: Case) -> str:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from spmdtypes.contracts import Program
 from spmdtypes.drive import is_float, torch_dtype
 from spmdtypes.errors import CannotCheck, blame
+from spmdtypes.forking import garbage_left_alone
 from spmdtypes.mesh import Mesh
 from spmdtypes.notation import Type, global_shape
 from spmdtypes.scratch import scratch_mesh
@@ -38,7 +39,8 @@ def rehearse(program: Program) -> None:
     ours, theirs = context.Pipe(duplex=False)
     child = context.Process(target=_rehearse, args=(program, theirs))
     sys.stdout.flush()
-    child.start()
+    with garbage_left_alone():
+        child.start()
     theirs.close()
     try:
         failure = ours.recv() if ours.poll(PATIENCE) else None

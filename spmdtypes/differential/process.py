@@ -26,6 +26,7 @@ from spmdtypes.differential.experiment import Divergence, Failure
 from spmdtypes.differential.layout import all_coords
 from spmdtypes.differential.rank import Job, Outcome, join, run_seed
 from spmdtypes.differential.rendezvous import Rendezvous
+from spmdtypes.forking import garbage_left_alone
 
 QUIET = 2.0  # seconds without a message or CPU time after which ranks count as stuck
 
@@ -66,8 +67,9 @@ def execute(job: Job, timeout: float) -> Execution:
     folder = tempfile.mkdtemp(prefix="ranks")
     ranks: list[_Rank] = []
     try:
-        for rank in range(world):
-            ranks.append(_fork(job, rank, os.path.join(folder, "store"), timeout, ranks))
+        with garbage_left_alone():
+            for rank in range(world):
+                ranks.append(_fork(job, rank, os.path.join(folder, "store"), timeout, ranks))
         return _Supervisor(job, ranks, timeout).follow()
     finally:
         for r in ranks:

@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from spmdtypes.contracts import Program
+from spmdtypes.forking import garbage_left_alone
 from spmdtypes.notation import Type
 
 Change = Callable[[], AbstractContextManager[Any]]
@@ -64,8 +65,9 @@ def _run(program: Program, change: Change, seed: int) -> list[dict[str, Tensor]]
             )
             for rank in range(world)
         ]
-        for job in jobs:
-            job.start()
+        with garbage_left_alone():
+            for job in jobs:
+                job.start()
         for job in jobs:
             job.join(TIMEOUT)
             if job.is_alive():
