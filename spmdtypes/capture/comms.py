@@ -148,7 +148,8 @@ def in_place(rec: Recorder, info: OpInfo, func: Any, args: Any, kwargs: Any) -> 
     def complete() -> None:
         if real:
             if sync and isinstance(work, torch.ScriptObject):
-                Work.unbox(work).wait()
+                with rec.pause():
+                    Work.unbox(work).wait()
             with rec.quiet():
                 for e in exchanges:
                     for t in e.outputs:
