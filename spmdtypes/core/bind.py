@@ -185,7 +185,8 @@ def as_variable(sub: Any, operands: Sequence[Denotation]) -> Var | None:
     if not isinstance(sub, Load):
         return None
     walked = [(d, s) for d, s in enumerate(sub.index) if isinstance(s, Var)]
-    value = operands[sub.operand].value if sub.operand < len(operands) else None
+    read = operands[sub.operand] if sub.operand < len(operands) else None
+    value = read.value if read is not None and read.guard is None else None
     if value is None or value.local != value.ref or len(walked) != 1:
         return None
     d, v = walked[0]

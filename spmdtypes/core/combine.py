@@ -63,19 +63,25 @@ class Abs:
 
 @dataclass
 class Rules:
-    """One derivation's way of combining values. `notes` collects assumptions made on the way."""
+    """One derivation's way of combining values. `resolves`: is the local form right? `placed`: a reference
+    form in local positions, if known. `notes` collects assumptions made on the way."""
 
     mesh: Mapping[str, int]
     averaged: frozenset[str]
     extents: Mapping[object, int]
     resolves: Callable[[Value], bool]
     notes: list[str]
+    placed: Callable[[Truth], Truth | None] = lambda form: form
 
     # -- entry ----------------------------------------------------------------------------------
 
     def apply(self, name: str, args: Sequence[Abs], cut: frozenset[str]) -> Abs:
         """The function `name` of `args`, whose variables are cut over `cut`."""
         args, name = _literal_bounds(name, args)
+        if name == "sub" and len(args) == 2 and args[1].number == 1:
+            no = _negation(args[0])
+            if no is not None:
+                return self.apply("neg", [no], cut)
         base = Abs(cut=cut, nonneg=_nonneg(name, args), grad_free=all(a.grad_free for a in args))
         value = _form(name, args)
         fault = merged(args)
@@ -150,7 +156,7 @@ class Rules:
             return None
         no_local, no_ref = ranks.negate(local), ranks.negate(ref)
         for keep, other, on, on_ref in ((x, y, local, ref), (y, x, no_local, no_ref)):
-            if not ranks.implies(on, on_ref, self.extents):
+            if not self._only_where(on, on_ref):
                 continue
             found = self._masked(keep, on, on_ref, base) if other.is_zero else None
             if found is None and other.number is not None:
@@ -158,6 +164,11 @@ class Rules:
             if found is not None:
                 return found
         return None
+
+    def _only_where(self, on: Truth, ref: Truth) -> bool:
+        """Where a rank has `on`, the reference has `ref`."""
+        there = self.placed(ref)
+        return there is not None and ranks.implies(on, there, self.extents)
 
     def _valid_where(self, x: Abs, on: Truth, axes: frozenset[str], base: Abs) -> Abs | None:
         """x where `on`, anything elsewhere."""
@@ -180,7 +191,8 @@ class Rules:
             return replace(x, cut=base.cut, value=None)
         if x.guard is not None and (x.zero or not ranks.implies(on, x.guard, self.extents)):
             return None
-        block = ranks.partition(on, ref, self.mesh)
+        there = self.placed(ref)
+        block = ranks.partition(on, there, self.mesh) if there is not None else None
         if block is None or x.op not in ("", "sum"):
             return None
         axes = frozenset(block.axes)
@@ -191,6 +203,8 @@ class Rules:
     def _collapse(self, c: Abs, x: Abs, base: Abs) -> Abs | None:
         """An indicator over a cut variable times a value owned by the same ranks is complete."""
         if not (x.owned and x.guard is not None and c.value is not None and isinstance(c.value.local, Truth)):
+            return None
+        if x.fault is not None:
             return None
         if c.guard is not None and not ranks.implies(x.guard, c.guard, self.extents):
             return None
@@ -208,7 +222,7 @@ class Rules:
         known = [v for v in values if v is not None]
         local = ranks.clamp_guard(name, [v.local for v in known])
         ref = ranks.clamp_guard(name, [v.ref for v in known])
-        if local is None or ref is None or not ranks.implies(local[1], ref[1], self.extents):
+        if local is None or ref is None or not self._only_where(local[1], ref[1]):
             return None
         guard: Truth | None = local[1]
         for a in args:
@@ -231,7 +245,7 @@ class Rules:
         guard = guards.pop()
         assert guard is not None
         axes = frozenset(guard.ranks)
-        inside = [self._within(a, axes) if a.guard else a for a in args]
+        inside = [self._within(a, axes) if a.guard else self._settled(a, guard) for a in args]
         if any(a.partial & axes for a in inside):
             return None
         law = self._laws(name, args)
@@ -243,9 +257,11 @@ class Rules:
         if not zero and not loose:
             return None
         got = self._lawful(name, inside, base)
-        if got.fault is not None or got.op not in ("", "sum") or axes & got.cut:
+        if got.fault is not None:
             return got if loose else None
         if zero:
+            if got.op not in ("", "sum") or axes & got.cut:
+                return None
             return replace(got, op="sum", partial=got.partial | axes, guard=guard, zero=True)
         return replace(got, guard=guard, fault=_rank_fault("valid on some ranks only", guard, merged(args)))
 
@@ -256,6 +272,18 @@ class Rules:
             exact = self.resolves(a.value) if a.value is not None else fault.axes <= axes
             fault = None if exact else fault
         return replace(a, partial=rest, op=a.op if rest else "", guard=None, zero=False, fault=fault)
+
+    def _settled(self, a: Abs, guard: Truth) -> Abs:
+        """A truth value that the guard decides, in both programs."""
+        if a.fault is None or a.value is None:
+            return a
+        local, ref = a.value.local, a.value.ref
+        if not isinstance(local, Truth) or not isinstance(ref, Truth):
+            return a
+        for number, here, there in ((1, local, ref), (0, ranks.negate(local), ranks.negate(ref))):
+            if ranks.implies(guard, here, self.extents) and self._only_where(guard, there):
+                return replace(a, value=ranks.constant(number), fault=None)
+        return a
 
     # -- laws -----------------------------------------------------------------------------------
 
@@ -478,6 +506,16 @@ def of_denotation(d: Denotation, value: Value | None, guard: Truth | None, grad_
         or (value is not None and isinstance(value.local, Truth)),
         grad_free=grad_free,
     )
+
+
+def _negation(a: Abs) -> Abs | None:
+    """1 - a, of a truth value that has no reading."""
+    if a.fault is None or a.value is None:
+        return None
+    local, ref = a.value.local, a.value.ref
+    if not isinstance(local, Truth) or not isinstance(ref, Truth):
+        return None
+    return replace(a, value=Value(ranks.negate(local), ranks.negate(ref)))
 
 
 def merged(args: Sequence[Abs]) -> RuleError | None:

@@ -189,6 +189,8 @@ class _Case(Context):
         names = {v: d for d, v in enumerate(out.vars) if isinstance(v, Var)} | {ONE: ONE}
         value = a.value.mapped(ranks.renamer(names)) if a.value else None
         guard = a.guard.mapped(ranks.renamer(names)) if a.guard else None
+        if a.fault is None and a.loose:
+            a = replace(a, fault=RuleError("rank", "holds only on some ranks", frozenset(self.mesh)))
         if a.fault is None:
             if a.guard is not None and guard is None:
                 a = replace(a, guard=None, zero=False)

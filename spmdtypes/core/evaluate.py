@@ -46,7 +46,7 @@ class Run:
         self.pinned: set[Var] = set()
         extents: dict[object, int] = {v: env.sizes(v)[0] for v in env.of}
         extents.update({("r", a): n for a, n in case.mesh.items()})
-        self.rules = Rules(case.mesh, case.averaged, extents, self.resolves, case.notes)
+        self.rules = Rules(case.mesh, case.averaged, extents, self.resolves, case.notes, self.placed)
 
     def value(self, e: Expr) -> Abs:
         found = self.memo.get(id(e))
@@ -376,19 +376,37 @@ class Run:
         for a in ranks.atoms(value.ref):
             if a[0] != "i":
                 continue
-            v = a[1]
-            axes = self.env.block_axes(v) if v in self.env.of else None
-            if axes is None:
-                axes = self._axes_by_form(v, value)
+            here = self._position(a[1])
+            if here is None:
+                axes = self._axes_by_form(a[1], value)
                 if axes is None:
                     return False
-                self._choose(v, axes)
-            step, here = self.env.sizes(v)[0], {a: 1}
-            for axis in reversed(axes):
-                here[("r", axis)] = step
-                step *= self.case.mesh[axis]
-            ref = ref.substitute(a, Lin.of(0, here))
+                self._choose(a[1], axes)
+            else:
+                ref = ref.substitute(a, here)
         return value.local == ref
+
+    def placed(self, form: Truth) -> Truth | None:
+        """A reference form in rank and local positions."""
+        for a in ranks.atoms(form):
+            if a[0] == "i":
+                here = self._position(a[1])
+                if here is None:
+                    return None
+                form = form.substitute(a, here)
+        return form
+
+    def _position(self, v: Var) -> Lin | None:
+        """The reference position along a variable that is whole or cut into blocks."""
+        axes = self.env.block_axes(v) if v in self.env.of else None
+        if axes is None:
+            return None
+        step = self.env.sizes(v)[0]
+        here: dict[ranks.Atom, int] = {("i", v): 1}
+        for axis in reversed(axes):
+            here[("r", axis)] = step
+            step *= self.case.mesh[axis]
+        return Lin.of(0, here)
 
     def _axes_by_form(self, v: Var, value: Value) -> tuple[str, ...] | None:
         """Blocks of an open dim that a form like `position + rank * size` speaks of."""

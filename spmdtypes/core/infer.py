@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from spmdtypes.core import provenance, ranks
+from spmdtypes.core import compose, provenance, ranks
 from spmdtypes.core.collectives import collective
 from spmdtypes.core.denotation import NONE, Denotation, RuleError
 from spmdtypes.core.engine import Derivation, Result, derivation
@@ -267,10 +267,45 @@ class _Pass:
                 found = self.memo[key] = replace(found, outs=outs)
         if not found.known:
             self.result.unknown_ops[node.op] += 1
-        if not names:
-            return found
-        back = {v: k for k, v in names.items()}
-        return Derivation(tuple(_result_renamed(o, back) for o in found.outs), found.notes)
+        if names:
+            back = {v: k for k, v in names.items()}
+            found = Derivation(tuple(_result_renamed(o, back) for o in found.outs), found.notes)
+        return self._read_through(node, refs, found) if names and node.comm is None else found
+
+    def _read_through(self, node: Node, refs: tuple[Ref, ...], found: Derivation) -> Derivation:
+        """What has no reading by its operands may have one by what these were made of."""
+        outs = list(found.outs)
+        loose = {r for r in refs if (d := self.result.values[r]).varying and d.guard and not d.value}
+        for k, was in enumerate(outs) if loose else ():
+            if was is None or (isinstance(was, Denotation) and not was.varying):
+                continue
+            made = self._described(Ref(node.id, k))
+            deeper = compose.composed(*made, lambda r: self._described(r, loose=True)) if made else None
+            if deeper is None:
+                continue
+            out, operands = deeper
+            dens = [self.result.values[r] for r in operands]
+            spec = OpSpec.of(out)
+            (better,) = derivation(spec, dens, self.mesh, aligned=self._aligned(node)).outs
+            if isinstance(better, Denotation) and not better.varying:
+                outs[k] = better
+        return replace(found, outs=tuple(outs))
+
+    def _described(self, ref: Ref, loose: bool = False) -> tuple[Out, tuple[Ref, ...]] | None:
+        """How a value is computed, in index notation over the operands of its node."""
+        node, refs = self.graph.nodes[ref.node], tuple(self.graph.nodes[ref.node].refs())
+        den = self.result.values.get(ref)
+        if loose and (den is None or not den.varying or den.value is not None):
+            return None
+        if node.op in ("input", "const") or node.comm is not None or not refs:
+            return None
+        operands = [self._operand(k, r, self.result.values[r]) for k, r in enumerate(refs)]
+        try:
+            spec = self.build_spec(node, operands)
+        except ValueError:
+            return None
+        out = compose.plain(spec, ref.out) if spec is not None else None
+        return None if out is None else (out, refs)
 
     def _fresh(
         self,

@@ -265,12 +265,14 @@ def _logic(name: str, x: Form, y: Form) -> Form | None:
 
 
 def clamp_guard(name: str, args: Sequence[Form]) -> tuple[Form, Truth] | None:
-    """max/min/clamp of a form: (the form it equals, where it equals it)."""
+    """max/min/clamp/mod of a form: (the form it equals, where it equals it)."""
     match name, args:
         case (("max" | "clamp_min"), [Lin() as x, Lin() as lo]) if lo.is_const:
             return x, Truth(frozenset([x.plus(lo, -1)]))
         case (("min" | "clamp_max"), [Lin() as x, Lin() as hi]) if hi.is_const:
             return x, Truth(frozenset([hi.plus(x, -1)]))
+        case "mod", [Lin() as x, Lin() as n] if n.is_const and n.const > 0:
+            return x, Truth(frozenset([x, x.times(-1).shift(n.const - 1)]))
         case "clamp", [Lin() as x, Lin() as lo, Lin() as hi] if lo.is_const and hi.is_const:
             return x, Truth(frozenset([x.plus(lo, -1), hi.plus(x, -1)]))
     return None

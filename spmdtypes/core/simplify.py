@@ -1,9 +1,11 @@
 """Identities that show what an expression says before it is evaluated.
 
-    sum_k [k == i] * f(k)           = f(i)
-    where(c, c * x, y)              = where(c, x, y)
-    where(max_k h, sum_k h * x, 0)  = sum_k h * x
-    where(a, where(b, x, 0), 0)     = where(a and b, x, 0)
+sum_k [k == i] * f(k)           = f(i)
+where(c, c * x, y)              = where(c, x, y)
+where(max_k h, sum_k h * x, 0)  = sum_k h * x
+where(a, where(b, x, 0), 0)     = where(a and b, x, 0)
+where(c, y + d, y)              = y + c * d
+where(f == i, x[f], y)          = where(f == i, x[i], y)
 """
 
 from __future__ import annotations
@@ -29,6 +31,9 @@ def collapsed(e: Expr, operands: Sequence[Denotation]) -> Expr:
 
 
 def _collapse(e: Expr, operands: Sequence[Denotation]) -> Expr:
+    if isinstance(e, Load):
+        at = tuple(as_variable(s, operands) or s for s in e.index)
+        return e if all(a is b for a, b in zip(at, e.index)) else Load(e.operand, at)
     if not isinstance(e, Red) or e.op not in ("sum", "max"):
         return e
     factors = _factors(e.body)
@@ -51,14 +56,53 @@ def _chosen(e: Fn, operands: Sequence[Denotation]) -> Expr:
     c, x, y = e.args
     if not _is_zero(y, operands):
         inside = _without_factor(x, c)
-        return e if inside is None else Fn("where", (c, inside, y))
+        if inside is not None:
+            return _chosen(Fn("where", (c, inside, y)), operands)
+        change = _change(_at_hit(x, c), y)
+        return e if change is None else Fn(change[0], (y, Fn("mul", (c, change[1]))))
     if isinstance(c, Red) and isinstance(x, Red) and (c.op, x.op) == ("max", "sum") and c.vars == x.vars:
-        return x if any(same(f, c.body) for f in _factors(x.body)) else e
-    if any(same(f, c) for f in _factors(x)) and _factors(x) != [x]:
+        return x if _has_factors(x.body, c.body) else e
+    if _has_factors(x, c):
         return x
     if isinstance(x, Fn) and x.name == "where" and _is_zero(x.args[2], operands):
         return Fn("where", (Fn("and", (c, x.args[0])), x.args[1], y))
     return e
+
+
+def _has_factors(e: Expr, c: Expr) -> bool:
+    """`e` is a product that has every factor of the truth value `c`."""
+    have = _factors(e)
+    return len(have) > 1 and all(any(same(f, g) for f in have) for g in _factors(c))
+
+
+def _at_hit(x: Expr, c: Expr) -> Expr:
+    """`x` where `c` holds: a subscript that `c` says to be a position is that position."""
+    known = [
+        (f.args[k], f.args[1 - k])
+        for f in _factors(c)
+        if isinstance(f, Fn) and f.name == "eq" and len(f.args) == 2
+        for k in (0, 1)
+        if isinstance(f.args[1 - k], Iota)
+    ]
+
+    def walk(e: Expr) -> Expr:
+        e = _rebuilt(e, walk)
+        if not isinstance(e, Load):
+            return e
+        at = tuple(next((i.var for f, i in known if isinstance(i, Iota) and same(f, s)), s) for s in e.index)
+        return e if all(a is b for a, b in zip(at, e.index)) else Load(e.operand, at)
+
+    return walk(x) if known else x
+
+
+def _change(x: Expr, y: Expr) -> tuple[str, Expr] | None:
+    """("add" or "sub", d) where x is y + d or y - d."""
+    if isinstance(x, Fn) and x.name in ("add", "sub") and len(x.args) == 2:
+        if same(x.args[0], y):
+            return x.name, x.args[1]
+        if x.name == "add" and same(x.args[1], y):
+            return "add", x.args[0]
+    return None
 
 
 def _without_factor(x: Expr, c: Expr) -> Expr | None:
@@ -89,8 +133,10 @@ def same(a: object, b: object) -> bool:
             return a.name == b.name and _all_same(a.args, b.args)
         case Red(), Red():
             return (a.op, a.vars) == (b.op, b.vars) and same(a.body, b.body)
-        case (Iota(), Iota()) | (Size(), Size()):
-            return a.var == b.var
+        case Iota(var), Iota(other):
+            return var == other
+        case Size(var), Size(other):
+            return var == other
         case Const(), Const():
             return type(a.value) is type(b.value) and a.value == b.value
         case Rand(), Rand():
@@ -158,6 +204,6 @@ def _rebuilt(e: Expr, walk: Callable[[Expr], Expr]) -> Expr:
             inner = walk(body)
             return e if inner is body else Red(op, vars, inner)
         case Load(operand, index):
-            subs = tuple(walk(s) if isinstance(s, Expr) else s for s in index)
+            subs: tuple[object, ...] = tuple(walk(s) if isinstance(s, Expr) else s for s in index)
             return e if all(a is b for a, b in zip(subs, index)) else Load(operand, subs)
     return e
