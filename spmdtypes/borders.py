@@ -81,19 +81,26 @@ def gradient_type(program: Program, parameter: str) -> Type:
     return replace(t, partial=kept + pending, limit=None, text="")
 
 
+def batch_axes(program: Program) -> set[str]:
+    """Axes that cut the leading dim of inputs and nothing else: each rank along them has its own samples."""
+    found = set()
+    for axis in program.mesh:
+        cuts = {d for t in program.inputs.values() for d, x in enumerate(t.dims or ()) if axis in x.axes}
+        if cuts == {0} and not any(axis in sharding_axes(t) for t in program.params.values()):
+            found.add(axis)
+    return found
+
+
 def averaged_axes(program: Program) -> frozenset[str]:
     """Pure data axes: gradients (and the loss, if declared) are averaged over them, and they cut
     nothing but the leading dim of inputs, so that each rank along them trains on its own samples."""
-    found = set()
-    for axis, op in program.grads.items():
-        if op != "avg" or any(axis in sharding_axes(t) for t in program.params.values()):
-            continue
-        cuts = {d for t in program.inputs.values() for d, x in enumerate(t.dims or ()) if axis in x.axes}
-        outputs = program.output.values() if isinstance(program.output, Mapping) else [program.output]
-        declared = [dict(t.partial).get(axis) for t in outputs if t is not None and t.dims == ()]
-        if cuts == {0} and all(p == "avg" for p in declared):
-            found.add(axis)
-    return frozenset(found)
+    outputs = program.output.values() if isinstance(program.output, Mapping) else [program.output]
+    scalars = [dict(t.partial) for t in outputs if t is not None and t.dims == ()]
+    return frozenset(
+        axis
+        for axis in batch_axes(program)
+        if program.grads.get(axis) == "avg" and all(t.get(axis) == "avg" for t in scalars)
+    )
 
 
 def as_pending(den: Denotation, expected: Denotation) -> Denotation:

@@ -131,6 +131,8 @@ def _check_tested(program: Program, options: Options) -> Report:
         run.verdicts = [_assumed(v) for v in run.verdicts]
         findings = _findings(program, run) or warnings
     else:
+        if found.kept_axes:  # nothing was tested along these
+            run.verdicts = [_assumed(v) for v in run.verdicts]
         findings = _findings(program, run)
     if found.crossed and any(f.is_error for f in findings):
         findings = [_crossed(found.crossed[0], program, findings)]

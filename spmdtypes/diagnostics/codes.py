@@ -137,6 +137,13 @@ _ALL = (
         over the axis, divide once.""",
     ),
     _code(
+        304,
+        "statistics of each rank's own batch",
+        """A batch norm takes mean and variance of the samples its rank holds. Data-parallel training does so
+        by convention, hence a warning: the result depends on how samples are dealt to ranks, and small
+        local batches train differently. SyncBatchNorm takes the statistics of the whole batch.""",
+    ),
+    _code(
         401,
         "operands whose dims are laid out differently",
         """Two tensors meet element by element, but their dims are cut differently over the mesh: one is a

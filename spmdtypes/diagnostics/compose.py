@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from spmdtypes.borders import Mismatch, factor_number
+from spmdtypes.borders import Mismatch, batch_axes, factor_number
 from spmdtypes.contracts import Program
 from spmdtypes.core.infer import Inference, Problem
 from spmdtypes.core.scalar import SCALARS
@@ -24,10 +24,11 @@ from spmdtypes.diagnostics.trace import (
     where_pending,
     where_standing,
 )
-from spmdtypes.graph import Graph, Node
+from spmdtypes.graph import Frame, Graph, Node
+from spmdtypes.ops.norm import by_batch
 from spmdtypes.verdict import Verdict
 
-_MAX_NOTES = 10
+_MAX_NOTES = 12
 # The weighed sum that drives a program whose result is no loss: ours, not the user's.
 _DRIVEN = "output.loss"
 _OF_PROBLEM = {
@@ -79,6 +80,10 @@ def compose(
         if known is not cause:
             known.nodes += [n for n in cause.nodes if n not in known.nodes]
     merged = _merged(list(causes.values()), inference.graph)
+    for c in merged:
+        began = [inference.graph.nodes[n].op for n, _ in c.nodes[:1]]
+        if any(map(by_batch, began)) and set(c.axes) <= batch_axes(program):
+            c.code = "SPMD304"
     return [_finding(c, program, inference) for c in _primary(merged, inference.graph)]
 
 
@@ -170,8 +175,8 @@ def _problem_code(v: Verdict, p: Problem, graph: Graph) -> str:
         return "SPMD302"
     if kind == "axis" and gradient and node.phase == "backward":
         return "SPMD203"
-    if kind in ("layout", "axis") and node.comm is not None:
-        return "SPMD402"
+    if kind in ("layout", "axis"):
+        return "SPMD402" if node.comm is not None else "SPMD401"
     if kind == "rank" and "positions" in p.error.message:
         return "SPMD404"
     if kind == "random" and "draws the same numbers" in p.error.message:
@@ -239,16 +244,14 @@ def _finding(cause: Cause, program: Program, inference: Inference) -> Finding:
         frames = place(graph, graph.nodes[node])
         if not frames:
             continue
-        if span is None:
-            span = Span.of(frames[0])
-        notes.append(Note(Span.of(frames[0]), sentence))
-        notes += [Note(Span.of(f), f"called from {f.function.rpartition('.')[2]}") for f in frames[1:3]]
+        span = span or Span.of(frames[0])
+        notes += _with_callers(frames, sentence)
     notes += _context(cause, graph, lead)
     if span is None and program.file is not None:
         span = Span(str(program.file), program.line)
     finding = Finding(
         code=cause.code,
-        severity="error",
+        severity="warning" if cause.code == "SPMD304" else "error",
         message=_message(cause, lead, program, graph),
         span=span,
         notes=tuple(_distinct(notes))[:_MAX_NOTES],
@@ -292,30 +295,34 @@ def _distinct(notes: Iterable[Note]) -> list[Note]:
 
 def _context(cause: Cause, graph: Graph, lead: Verdict) -> list[Note]:
     """Collectives that bear on the cause: those whose result nobody uses, and those on the way."""
-    notes = []
+    notes: list[Note] = []
     for node in unused_collectives(graph):
-        frames = graph.frames(node)
-        if frames and node.comm is not None and (not cause.axes or set(node.comm.axes) & set(cause.axes)):
+        if node.comm is not None and (not cause.axes or set(node.comm.axes) & set(cause.axes)):
             over = ", ".join(node.comm.axes)
-            notes.append(
-                Note(Span.of(frames[0]), f"the result of this {node.comm.kind} over {over} is not used")
-            )
-    if lead.ref is not None:
-        border = graph.nodes[lead.ref.node]
-        for node in collectives_on_path(graph, lead.ref, limit=3):
-            frames = place(graph, node)
-            if frames and node.comm is not None:
-                over = ", ".join(node.comm.axes) or "its group"
-                notes.append(Note(Span.of(frames[0]), f"{node.comm.kind} over {over} on the way"))
-        loss = graph.outputs.get("output")
-        if loss is not None and cause.code in ("SPMD202", "SPMD302") and lead.border.startswith("grad:"):
-            at = place(graph, graph.nodes[loss.node])
-            if at:
-                notes.append(Note(Span.of(at[0]), "the loss is computed here"))
-        call = backward_call(graph, border)
-        if call is not None:
-            notes.append(Note(Span.of(call), "backward starts here"))
+            told = f"the result of this {node.comm.kind} over {over} is not used"
+            notes += _with_callers(place(graph, node), told)
+    if lead.ref is None:
+        return notes
+    border = graph.nodes[lead.ref.node]
+    for node in collectives_on_path(graph, lead.ref, limit=3):
+        if node.comm is not None:
+            over = ", ".join(node.comm.axes) or "its group"
+            notes += _with_callers(place(graph, node), f"{node.comm.kind} over {over} on the way")
+    loss = graph.outputs.get("output")
+    if loss is not None and cause.code in ("SPMD202", "SPMD302") and lead.border.startswith("grad:"):
+        notes += _with_callers(place(graph, graph.nodes[loss.node])[:1], "the loss is computed here")
+    call = backward_call(graph, border)
+    if call is not None:
+        notes.append(Note(Span.of(call), "backward starts here"))
     return notes
+
+
+def _with_callers(frames: Sequence[Frame], text: str, most: int = 2) -> list[Note]:
+    """A place and, for what happens in a helper, who called it."""
+    if not frames:
+        return []
+    callers = [Note(Span.of(f), f"called from {f.function.rpartition('.')[2]}") for f in frames[1 : most + 1]]
+    return [Note(Span.of(frames[0]), text), *callers]
 
 
 # -- sentences ----------------------------------------------------------------------------------
@@ -353,6 +360,8 @@ def in_user_words(message: str, node: Node) -> str:
 
 def _message(cause: Cause, lead: Verdict, program: Program, graph: Graph) -> str:
     what = subject(lead.border, program)
+    if cause.code == "SPMD304":
+        return f"{what} depends on how samples are dealt to ranks of {_over(cause.axes)}: batch statistics are local"
     if cause.code == "SPMD201":
         return f"{what} is a partial sum over {_over(cause.axes)}: every rank holds only its own share"
     if lead.problem is not None and lead.problem.error.kind in _OF_PROBLEM:

@@ -38,6 +38,7 @@ Kind = Literal[
     "same_layout",
     "global_norm",
     "precision",
+    "batch_statistics",
 ]
 
 _SIGNS: tuple[tuple[Dialect, str], ...] = (
@@ -273,6 +274,10 @@ def _global_norm(m: Mend, dialect: Dialect, source: str) -> str:
     return f"sum squares over {m.axis} before the root, counting replicated parameters once{_at(m)}"
 
 
+def _batch_statistics(m: Mend, dialect: Dialect, source: str) -> str:
+    return f"torch.nn.SyncBatchNorm if statistics of the whole batch over {m.axis} are meant{_at(m)}"
+
+
 def _precision(m: Mend, dialect: Dialect, source: str) -> str:
     return (
         f"reduce over {m.axis} in float32 and round afterwards; share scales by a max over {m.axis}{_at(m)}"
@@ -307,6 +312,7 @@ _WORDS: dict[Kind, Callable[[Mend, Dialect, str], str]] = {
     "same_layout": _same_layout,
     "global_norm": _global_norm,
     "precision": _precision,
+    "batch_statistics": _batch_statistics,
 }
 
 _BEFORE: dict[str, Kind] = {
@@ -318,6 +324,7 @@ _BEFORE: dict[str, Kind] = {
     "SPMD301": "scale",
     "SPMD302": "scale",
     "SPMD303": "sum_then_divide",
+    "SPMD304": "batch_statistics",
     "SPMD401": "same_layout",
     "SPMD402": "move_axis",
     "SPMD403": "reorder",

@@ -224,3 +224,9 @@ def group_norm_backward(a: Call) -> OpSpec:
         Out((s.c,), total("sum", over, g)),
     )
     return OpSpec(masked(outs, a.mask), uses=(shaped_like(a.x, s.vars),))
+
+
+def by_batch(name: str) -> bool:
+    """Does the op take statistics of the batch a rank sees? Data-parallel training leaves them per rank
+    by convention, so that its result depends on how samples are dealt to ranks."""
+    return "batch_norm" in name
