@@ -10,13 +10,11 @@ from spmdtypes.diagnostics.explain import EXAMPLES
 from spmdtypes.discovery import find_entries
 
 # found, but told under another code
-OTHER_CODE = ("SPMD203", "SPMD402", "SPMD404", "SPMD602", "SPMD703", "SPMD801")
 
 
 def examples():
     for file in sorted(EXAMPLES.glob("SPMD*.py")):
-        marks = [pytest.mark.xfail(reason="another code", strict=False)] if file.stem in OTHER_CODE else []
-        yield pytest.param(file, id=file.stem, marks=marks)
+        yield pytest.param(file, id=file.stem)
 
 
 @pytest.mark.slow

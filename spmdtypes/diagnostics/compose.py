@@ -31,6 +31,7 @@ from spmdtypes.verdict import Verdict
 _MAX_NOTES = 12
 # The weighed sum that drives a program whose result is no loss: ours, not the user's.
 _DRIVEN = "output.loss"
+_ROUNDING = ("round", "trunc", "floor", "ceil")
 _OF_PROBLEM = {
     "nonlinear": "SPMD102",
     "mix": "SPMD103",
@@ -173,6 +174,8 @@ def _problem_code(v: Verdict, p: Problem, graph: Graph) -> str:
     kind, node, gradient = p.error.kind, graph.nodes[p.node], v.border.startswith("grad:")
     if kind == "scale" and gradient:
         return "SPMD302"
+    if kind == "observed" and node.comm is not None:
+        return "SPMD602"
     if kind == "axis" and gradient and node.phase == "backward":
         return "SPMD203"
     if kind in ("layout", "axis"):
@@ -182,8 +185,7 @@ def _problem_code(v: Verdict, p: Problem, graph: Graph) -> str:
     if kind == "random" and "draws the same numbers" in p.error.message:
         return "SPMD502"
     if kind == "nonlinear":
-        out = node.outs[0]
-        if out is not None and "copy" in node.op and out.dtype.startswith(("f8", "f16", "bf16")):
+        if p.error.message.partition(" ")[0] in _ROUNDING:
             return "SPMD801"
         if v.border.startswith("result:") and "sqrt" in node.op and _after_backward(graph, node):
             return "SPMD703"
@@ -361,7 +363,9 @@ def in_user_words(message: str, node: Node) -> str:
 def _message(cause: Cause, lead: Verdict, program: Program, graph: Graph) -> str:
     what = subject(lead.border, program)
     if cause.code == "SPMD304":
-        return f"{what} depends on how samples are dealt to ranks of {_over(cause.axes)}: batch statistics are local"
+        return (
+            f"{what} depends on how samples are dealt to ranks of {_over(cause.axes)}: local batch statistics"
+        )
     if cause.code == "SPMD201":
         return f"{what} is a partial sum over {_over(cause.axes)}: every rank holds only its own share"
     if lead.problem is not None and lead.problem.error.kind in _OF_PROBLEM:
@@ -369,6 +373,8 @@ def _message(cause: Cause, lead: Verdict, program: Program, graph: Graph) -> str
         return f"{what} is wrong: {told}"
     if lead.mismatch is not None and lead.mismatch.kind != "varying":
         return _mismatch_message(what, lead.mismatch, lead, program.mesh)
+    if cause.code == "SPMD602":
+        return f"{what} {_tested_sentence(lead)}: ranks of {_over(cause.axes)} meet in a collective for other values"
     return f"{what} {_tested_sentence(lead)}"
 
 
