@@ -374,7 +374,8 @@ def _message(cause: Cause, lead: Verdict, program: Program, graph: Graph) -> str
     if lead.mismatch is not None and lead.mismatch.kind != "varying":
         return _mismatch_message(what, lead.mismatch, lead, program.mesh)
     if cause.code == "SPMD602":
-        return f"{what} {_tested_sentence(lead)}: ranks of {_over(cause.axes)} meet in a collective for other values"
+        over = _over(cause.axes)
+        return f"{what} {_tested_sentence(lead)}: ranks of {over} meet in a collective for other values"
     return f"{what} {_tested_sentence(lead)}"
 
 
