@@ -29,9 +29,13 @@ KINDS = ("remove", "re-axis", "insert", "rescale", "reduce-op")
 
 @dataclass(frozen=True)
 class Mutant:
+    """`at`: the changed node, or the `inserted` one (later nodes have moved up by one)."""
+
     kind: str
     text: str
     graph: Graph
+    at: int
+    inserted: bool = False
 
 
 def _rewire(x: object, old: Ref, new: Ref) -> object:
@@ -124,7 +128,7 @@ def mutants(graph: Graph, kind: str, rng: random.Random) -> Iterator[Mutant]:
         if kind == "remove":
             new = _identity(graph, node)
             if new is not None:
-                yield Mutant(kind, f"{node.comm.kind} at {line} removed", _replaced(graph, new))
+                yield Mutant(kind, f"{node.comm.kind} at {line} removed", _replaced(graph, new), node.id)
         elif kind == "re-axis":
             others = [
                 a
@@ -136,41 +140,35 @@ def mutants(graph: Graph, kind: str, rng: random.Random) -> Iterator[Mutant]:
             if others:
                 new = copy.copy(node)
                 new.comm = replace(node.comm, axes=(rng.choice(others),))
-                yield Mutant(
-                    kind, f"{node.comm.kind} at {line} over {new.comm.axes[0]}", _replaced(graph, new)
-                )
+                text = f"{node.comm.kind} at {line} over {new.comm.axes[0]}"
+                yield Mutant(kind, text, _replaced(graph, new), node.id)
         elif kind == "insert":
             ref, axis = rng.choice(floats), rng.choice(axes)
             comm = Comm("all_reduce", (axis,), (), "sum")
             new = _like(graph, ref, "comm.all_reduce", (ref,), comm)
-            yield Mutant(
-                kind,
-                f"all_reduce over {axis} after {graph.nodes[ref.node].op} at {_line(graph, graph.nodes[ref.node])}",
-                _insert_after(graph, ref, new),
-            )
+            after = graph.nodes[ref.node]
+            text = f"all_reduce over {axis} after {after.op} at {_line(graph, after)}"
+            yield Mutant(kind, text, _insert_after(graph, ref, new), ref.node + 1, True)
         elif kind == "rescale":
-            ref, axis = Ref(rng.choice(comms).id, 0), rng.choice(axes)
+            ref, axis = Ref(node.id, 0), rng.choice(axes)
             n = float(graph.mesh[axis])
             value = rng.choice((Lit(n, 1.0), Lit(1.0 / n, 1.0)))
             if graph.meta(ref) is None or not graph.meta(ref).dtype.startswith("f"):
                 continue
             new = _like(graph, ref, "aten.mul.Tensor", (ref, value))
-            yield Mutant(
-                kind,
-                f"scaled by {value.local} after {graph.nodes[ref.node].op} at {line}",
-                _insert_after(graph, ref, new),
-            )
+            text = f"scaled by {value.local} after {node.comm.kind} at {line}"
+            yield Mutant(kind, text, _insert_after(graph, ref, new), ref.node + 1, True)
         elif kind == "reduce-op":
             if node.comm.kind in ("all_reduce", "reduce_scatter"):
                 new = copy.copy(node)
                 op = rng.choice([o for o in ("sum", "avg", "max", "min") if o != node.comm.reduce_op])
                 new.comm = replace(node.comm, reduce_op=op)
-                yield Mutant(kind, f"{node.comm.kind} at {line} with {op}", _replaced(graph, new))
+                yield Mutant(kind, f"{node.comm.kind} at {line} with {op}", _replaced(graph, new), node.id)
 
 
 def _line(graph: Graph, node: Node) -> str:
     frames = graph.frames(node)
-    return f"line {frames[0].line}" if frames else "?"
+    return f"line {frames[0].line} (node {node.id})" if frames else f"node {node.id}"
 
 
 def changed(base: dict[str, list[torch.Tensor]], new: dict[str, list[torch.Tensor]]) -> bool:

@@ -38,15 +38,22 @@ def all_coords(mesh: Mapping[str, int]) -> list[Coords]:
     return [dict(zip(mesh, c, strict=True)) for c in itertools.product(*map(range, mesh.values()))]
 
 
-def simulate(graph: Graph, feed: Callable[[Node, Coords], torch.Tensor]) -> dict[Ref, Ranks]:
+def simulate(
+    graph: Graph,
+    feed: Callable[[Node, Coords], torch.Tensor],
+    known: Mapping[Ref, Ranks] | None = None,
+) -> dict[Ref, Ranks]:
     """Value of every output of every node on every rank of `graph.mesh`, in row-major rank order.
 
-    `feed(node, coords)` gives the local tensor of an "input" or "const" node. Raises NotImplementedError
+    `feed(node, coords)` gives the local tensor of an "input" or "const" node. Nodes whose first output is
+    `known` are not run. Raises NotImplementedError
     for a node that cannot be run (an unknown namespace, a collective without known axes).
     """
     coords = all_coords(graph.mesh)
-    values: dict[Ref, Ranks] = {}
+    values: dict[Ref, Ranks] = dict(known or {})
     for node in graph.nodes:
+        if Ref(node.id, 0) in values:
+            continue
         if node.op in ("input", "const"):
             results: list[Any] = [feed(node, c) for c in coords]
         elif node.comm is not None:
