@@ -82,10 +82,17 @@ def _replaced(graph: Graph, node: Node) -> Graph:
 def _like(graph: Graph, ref: Ref, op: str, args: tuple, comm: Comm | None = None) -> Node:
     src = graph.nodes[ref.node]
     ref_outs = None if src.ref_outs is None else (src.ref_outs[ref.out],)
-    return Node(
-        id=-1, op=op, args=args, outs=(src.outs[ref.out],), stack=src.stack, phase=src.phase, module=src.module,
-        forward=src.forward, comm=comm, ref=src.ref, ref_outs=ref_outs,
-    )  # fmt: skip
+    return replace(
+        src,
+        id=-1,
+        op=op,
+        args=args,
+        kwargs={},
+        outs=(src.outs[ref.out],),
+        comm=comm,
+        ref_outs=ref_outs,
+        name="",
+    )
 
 
 def _identity(graph: Graph, node: Node) -> Node | None:
@@ -158,12 +165,11 @@ def mutants(graph: Graph, kind: str, rng: random.Random) -> Iterator[Mutant]:
             new = _like(graph, ref, "aten.mul.Tensor", (ref, value))
             text = f"scaled by {value.local} after {node.comm.kind} at {line}"
             yield Mutant(kind, text, _insert_after(graph, ref, new), ref.node + 1, True)
-        elif kind == "reduce-op":
-            if node.comm.kind in ("all_reduce", "reduce_scatter"):
-                new = copy.copy(node)
-                op = rng.choice([o for o in ("sum", "avg", "max", "min") if o != node.comm.reduce_op])
-                new.comm = replace(node.comm, reduce_op=op)
-                yield Mutant(kind, f"{node.comm.kind} at {line} with {op}", _replaced(graph, new), node.id)
+        elif kind == "reduce-op" and node.comm.kind in ("all_reduce", "reduce_scatter"):
+            new = copy.copy(node)
+            op = rng.choice([o for o in ("sum", "avg", "max", "min") if o != node.comm.reduce_op])
+            new.comm = replace(node.comm, reduce_op=op)
+            yield Mutant(kind, f"{node.comm.kind} at {line} with {op}", _replaced(graph, new), node.id)
 
 
 def _line(graph: Graph, node: Node) -> str:
@@ -185,9 +191,8 @@ def changed(base: dict[str, list[torch.Tensor]], new: dict[str, list[torch.Tenso
 
 
 def main() -> int:
-    from tests.programs.transformers import PROGRAMS
-
     from benchmarks.mutation_run import run_program
+    from tests.programs.transformers import PROGRAMS
 
     ap = argparse.ArgumentParser(description=__doc__)
     ap.add_argument("--per-kind", type=int, default=60)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ def flagged(program: Program, graph: Graph, memo: dict[Any, Any] | None = None) 
     return any(judge(b, t, found, graph.mesh, None).status == "wrong" for b, t in types.items())
 
 
-def feeder(program: Program, graph: Graph, seed: int):  # noqa: ANN201
+def feeder(program: Program, graph: Graph, seed: int) -> Callable[[Node, Mapping[str, int]], torch.Tensor]:
     """Local values of inputs and constants, cut from global ones."""
     generator = torch.Generator().manual_seed(seed)
     declared = {**program.params, **program.inputs}
