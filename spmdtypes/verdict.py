@@ -43,12 +43,15 @@ def judge(
     mesh: Mapping[str, int],
     tested: Border | None,
 ) -> Verdict:
-    """The experiment decides where there is one; the rules say why."""
+    """The experiment decides where there is one; the rules say why. One that a low precision blurs does
+    not overrule them."""
     ref = inference.graph.outputs.get(border)
     by_rule = _by_rule(border, declared, inference, ref, mesh)
     if tested is None or tested.kind == "untested":
         return by_rule
     if tested.ok:
+        if tested.coarse and by_rule.status == "wrong":
+            return _with(by_rule, "unknown", "unknown", tested)
         evidence = by_rule.evidence if by_rule.status == "right" else "tested"
         return _with(by_rule, "right", evidence, tested)
     return _with(by_rule, "wrong", by_rule.evidence if by_rule.status == "wrong" else "tested", tested)

@@ -84,6 +84,7 @@ class Border:
     `kind` is "" (right), "off" (the ranks agree on a wrong value), "replicas differ", "shape",
     "missing" (no value on some rank) or "untested". `ratio` is set when the value is a uniform
     multiple of the reference value. Errors are relative to the scale of the reference value.
+    `coarse`: right only as far as a low precision lets one see.
     """
 
     name: str
@@ -94,6 +95,7 @@ class Border:
     ratio: float | None = None
     seed: int | None = None
     detail: str = ""
+    coarse: bool = False
 
     @property
     def ok(self) -> bool:
@@ -156,6 +158,7 @@ class Experiment:
     tolerance: float = 1e-6
     grads: dict[str, str] = field(default_factory=dict)  # what the outer wrapper does to gradients
     averaged: frozenset[str] = frozenset()  # axes over which the declared loss is a mean
+    rounded: Experiment | None = None  # of a program in low precision: the run with its roundings
     _oracle: Oracle | None = field(default=None, repr=False)
 
     @property

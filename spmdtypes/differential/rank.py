@@ -27,6 +27,7 @@ from spmdtypes.differential.experiment import Call, Failure
 from spmdtypes.differential.layout import block
 from spmdtypes.differential.streams import Substitution
 from spmdtypes.differential.watch import Noted, Watch
+from spmdtypes.differential.widen import WideRecorder, wide_defaults
 from spmdtypes.graph import Graph, Ref
 from spmdtypes.notation import Dim, Type
 
@@ -38,7 +39,7 @@ _LOW = {"bf16": torch.bfloat16, "f16": torch.float16}
 class Job:
     """One execution of a program on a mesh. `types` are those of parameters the program gives none for
     (None: what their shapes here say). `draws[seed][rank]` replaces random draws. `keep_values`: record
-    the graph and every value."""
+    the graph and every value. `wide`: compute in f64 what the program computes in lower precision."""
 
     program: Program
     mesh: Mapping[str, int]
@@ -47,6 +48,7 @@ class Job:
     types: Mapping[str, Type] | None = None
     draws: Mapping[int, Sequence[Substitution]] = field(default_factory=dict)
     keep_values: bool = False
+    wide: bool = False
 
 
 @dataclass
@@ -99,12 +101,12 @@ def run_seed(job: Job, mesh: DeviceMesh, rank: int, index: int, report: Report) 
     """Build, load, run once. An exception of the program becomes the outcome's failure."""
     seed = job.seeds[index]
     by_seed = job.draws.get(seed)
-    watch = Watch(job.mesh, report, by_seed[rank] if by_seed else None)
+    watch = Watch(job.mesh, report, by_seed[rank] if by_seed else None, job.wide)
     run = _Run(job, mesh, rank, index, watch, Outcome(rank, seed))
     out = run.out
     try:
         torch.manual_seed(0)
-        with watch:
+        with watch, wide_defaults() if job.wide else nullcontext():
             if job.keep_values:
                 run.recorded()
             else:
@@ -162,7 +164,8 @@ class _Run:
 
     def recorded(self) -> None:
         """The same under the recorder, which keeps every value and makes the graph."""
-        rec = Recorder(self.job.mesh, self.coords, comms.group_axes(self.mesh), keep_values=True)
+        kind = WideRecorder if self.job.wide else Recorder
+        rec = kind(self.job.mesh, self.coords, comms.group_axes(self.mesh), keep_values=True)
         step = self._watched_step if self.job.program.step is not None else None
         program = replace(self.job.program, build=lambda mesh: self.prepare(rec.pause), step=step)
         done = record_program(program, self.mesh, self.coords, self.params, self.inputs, rec)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from spmdtypes.contracts import Program
-from spmdtypes.differential import streams, values
+from spmdtypes.differential import precision, streams, values
 from spmdtypes.differential.compare import compare_seed, finite, merge
 from spmdtypes.differential.experiment import Border, Draw, Experiment, RankRun
 from spmdtypes.differential.layout import all_coords
@@ -29,20 +29,24 @@ def run(
     """Run a program on all ranks and on its reference mesh and compare every border.
 
     The reference mesh is the mesh of ones; when the program cannot run there, the smallest set of axes
-    that lets it run keeps its size. `reference_mesh` forces the choice.
+    that lets it run keeps its size. `reference_mesh` forces the choice. What rounds to less than f32
+    is run once more without its roundings.
     """
     start = time.monotonic()
     trial = _Trial(program, tuple(seeds), values.regimes(len(seeds)), keep_values, timeout)
     found = trial.run(reference_mesh)
     ran = not found.failures and found.divergence is None and found.reference[0].borders
     if ran and not found.seeds:  # roots and logarithms of numbers that are never negative
-        found = replace(trial, regimes=values.regimes(len(seeds), positive=True)).run(reference_mesh)
+        trial = replace(trial, regimes=values.regimes(len(seeds), positive=True))
+        found = trial.run(reference_mesh)
     if keep_values and found.failures:
         plain = replace(trial, keep_values=False).run(reference_mesh)
         if not plain.failures:
             f = found.failures[0]
             plain.notes += (f"the values of single steps are not known ({f.error}: {f.message})",)
-            found = plain
+            found, trial = plain, replace(trial, keep_values=False)
+    if precision.is_coarse(found):
+        found = precision.settle(found, replace(trial, wide=True).run(found.reference_mesh))
     found.seconds = time.monotonic() - start
     return found
 
@@ -54,6 +58,7 @@ class _Trial:
     regimes: tuple[values.Regime, ...]
     keep_values: bool
     timeout: float
+    wide: bool = False
 
     def run(self, reference_mesh: Mapping[str, int] | None) -> Experiment:
         program, mesh = self.program, dict(self.program.mesh)
@@ -92,7 +97,8 @@ class _Trial:
         while True:
             hows = tuple(how for seed, how in zip(self.seeds, self.regimes) if seed in seeds)
             got = execute(
-                Job(self.program, mesh, seeds, hows, types, keep_values=self.keep_values), self.timeout
+                Job(self.program, mesh, seeds, hows, types, keep_values=self.keep_values, wide=self.wide),
+                self.timeout,
             )
             late = {f.seed for f in got.failures} - {self.seeds[0]}
             if not late or len(late) < len({f.seed for f in got.failures}):

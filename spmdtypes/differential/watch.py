@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from spmdtypes.differential import frames
 from spmdtypes.differential.experiment import Call
 from spmdtypes.differential.rendezvous import PAIRED, group_axes
+from spmdtypes.differential.widen import widened
 from spmdtypes.graph import Frame
 
 # longest matching beginning of the op's name decides
@@ -118,16 +119,18 @@ def _finished_work(process_group: Any) -> Any:
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """`report` is called with each `Call`, and the places passed since the one before, before the
     collective is issued. `draws[k]` replaces the
-    k-th random draw (None: keep the rank's own); every draw is noted in `noted`."""
+    k-th random draw (None: keep the rank's own); every draw is noted in `noted`. With `wide`, nothing
+    is computed in low precision."""
 
     def __init__(
         self,
         mesh: Mapping[str, int],
         report: Callable[[Call, frames.Places], None],
         draws: Mapping[int, torch.Tensor] | None = None,
+        wide: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.mesh, self.report, self.draws = mesh, report, draws or {}
+        self.mesh, self.report, self.draws, self.wide = mesh, report, draws or {}, wide
         self.noted: list[Noted] = []
         self.eps = 0.0
         self.trail = frames.Trail()
@@ -156,6 +159,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if self.paused:
             return func(*args, **kwargs)
+        if self.wide and isinstance(func, torch._ops.OpOverload):
+            return widened(func, args, kwargs, self._see)
+        return self._see(func, args, kwargs)
+
+    def _see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kind = kind_of(func)
         if kind is not None:
             named = named_args(func, args, kwargs)
