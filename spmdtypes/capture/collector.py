@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """For code that makes many objects and no cycles."""
+    """For code that makes many small objects that stay, and few cycles."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -158,12 +158,21 @@ def in_place(rec: Recorder, info: OpInfo, func: Any, args: Any, kwargs: Any) -> 
         for e, result in zip(exchanges, results):
             store(rec, e, result)
 
-    started = Started(complete)
+    views = [tuple(rec.view(t) for e in exchanges for t in ts(e)) for ts in (_inputs_of, _outputs_of)]
+    started = Started(complete, False, results[0] if results else -1, *views)
     if sync or rec.pending.issued is None:
         started.finish()
     else:
         rec.pending.issued.append(started)
     return out
+
+
+def _inputs_of(e: Exchange) -> list[Tensor]:
+    return e.inputs
+
+
+def _outputs_of(e: Exchange) -> list[Tensor]:
+    return e.outputs
 
 
 def _with_copies(rec: Recorder, args: Any, copies: dict[int, Tensor]) -> Any:
@@ -313,9 +322,8 @@ def _functional(rec: Recorder, info: OpInfo, func: Any, args: Any, kwargs: Any) 
         index = rec.append(raw)
         if isinstance(t, FakeTensor):
             shadow.exchanged(rec, comm, raw.args[0] if type(raw.args[0]) is View else None, raw.outs[0])
-        if rec.keep_values and not isinstance(t, FakeTensor):
-            started = Started(lambda i=index, t=t: rec.keep(i, 0, t))  # type: ignore[misc]
-            rec.pending.works[-1 - raw.outs[0].storage] = (t, [started])
+        started = Started(lambda i=index, t=t: rec.keep(i, 0, t), node=index, outputs=raw.outs)  # type: ignore[misc]
+        rec.pending.works[-1 - raw.outs[0].storage] = (t, [started])
     return out
 
 
@@ -354,8 +362,9 @@ def drain(rec: Recorder) -> None:
     """Take the values of functional collectives that were never waited for, at the program's end."""
     for key, (t, _) in list(rec.pending.works.items()):
         if key < 0:
-            with rec.quiet():
-                torch.ops._c10d_functional.wait_tensor.default(t)
+            if rec.keep_values and not isinstance(t, FakeTensor):
+                with rec.quiet():
+                    torch.ops._c10d_functional.wait_tensor.default(t)
             rec.pending.wait(key)
 
 

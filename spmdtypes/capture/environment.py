@@ -450,6 +450,30 @@ def _observe_works(patches: Patches, rec: Recorder) -> None:
         for name in ("wait", "synchronize", "get_future", "result", "block_current_stream"):
             if name in vars(kind):
                 patches.set(kind, name, _observed_wait(getattr(kind, name), rec))
+        if "is_completed" in vars(kind):
+            patches.set(kind, "is_completed", _observed_question(kind.is_completed, rec))
+    for owner in (torch.cuda, torch.accelerator):
+        patches.set(owner, "synchronize", _observed_synchronize(rec))
+
+
+def _observed_question(method: Any, rec: Recorder) -> Any:
+    def is_completed(self: Any) -> bool:
+        done = bool(method(self))
+        if done:
+            rec.pending.wait(id(self))
+        return done
+
+    return is_completed
+
+
+def _observed_synchronize(rec: Recorder) -> Any:
+    def synchronize(*args: Any, **kwargs: Any) -> None:
+        """The device has nothing left to do: every collective issued is done."""
+        for key, (work, _) in list(rec.pending.works.items()):
+            if key >= 0:
+                work.wait()
+
+    return synchronize
 
 
 def _observed_wait(method: Any, rec: Recorder) -> Any:

@@ -12,6 +12,7 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
 from spmdtypes.capture import comms
+from spmdtypes.capture.collector import no_collection
 from spmdtypes.capture.environment import environment
 from spmdtypes.capture.functionalise import functionalise
 from spmdtypes.capture.raw import DTYPES, Raw
@@ -69,7 +70,7 @@ def record(program: Program, mesh: Mapping[str, int], rank: int = 0) -> Recorded
     with environment(math.prod(mesh.values()), rank):
         device_mesh = init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
         rec = Recorder(mesh, coords, comms.group_axes(device_mesh))
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with FakeTensorMode(allow_non_fake_inputs=True), no_collection():
             params = {k: _empty(k, t, mesh) for k, t in program.params.items()}
             inputs = {k: _empty(k, t, mesh) for k, t in program.inputs.items()}
             return Recorded(rec, execute(program, device_mesh, params, inputs, rec))

@@ -14,7 +14,7 @@ from spmdtypes.capture.raw import Raw, Res, View
 from spmdtypes.capture.storage import Memory
 from spmdtypes.capture.variants import variant
 from spmdtypes.capture.views import step
-from spmdtypes.graph import Graph, Node, Ref, TensorMeta
+from spmdtypes.graph import Graph, Hazard, Node, Ref, TensorMeta
 
 if TYPE_CHECKING:
     from spmdtypes.capture.recorder import Recorder
@@ -384,6 +384,7 @@ class _Functionaliser:
         graph.outputs = {name: _renumber(r, number, refs) for name, r in outputs.items()}
         graph.stacks = _used_stacks(rec, kept)
         graph.notes = list(rec.notes)
+        graph.hazards = _hazards(rec)
         values = {_renumber(r, number, refs): v for r, v in self.values.items() if r.node in number}
         return Functional(graph, values)
 
@@ -410,6 +411,19 @@ def _renumber(x: Any, number: dict[int, int], refs: dict[Ref, Ref]) -> Any:
             new = refs[x] = Ref(number[x.node], x.out)
         return new
     return tuple([_renumber(y, number, refs) for y in x]) if type(x) is tuple else x
+
+
+def _hazards(rec: Recorder) -> list[Hazard]:
+    """Uses of memory that a collective was at work on, one per pair of places."""
+    found = {}
+    for raw, index, writes in rec.pending.hazards:
+        issuer = rec.trace[index]
+        assert issuer.comm is not None
+        frames, issued = [
+            rec.stacks.resolve(r.stack) or rec.stacks.resolve(r.forward_stack) for r in (raw, issuer)
+        ]
+        found.setdefault((frames, issued), Hazard(raw.op, writes, frames, issuer.comm, issued))
+    return list(found.values())
 
 
 def _used_stacks(rec: Recorder, nodes: list[Node]) -> list[Any]:

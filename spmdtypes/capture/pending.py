@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from spmdtypes.capture.raw import Raw, View
+
+_EXACT = 4096  # elements up to which strided views are compared one by one
+_UNREAD = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "new_")
+_UNREAD += ("resize_", "set_", "record_stream", "detach_")
+
 
 @dataclass
 class Started:
-    """A collective that has been issued; `complete` stores its result into the program's tensors."""
+    """A collective that has been issued; `complete` stores its result into the program's tensors.
+
+    Until then it reads `inputs` and writes `outputs`. `node` is its place in the trace.
+    """
 
     complete: Callable[[], None]
     done: bool = False
+    node: int = -1
+    inputs: tuple[View, ...] = ()
+    outputs: tuple[View, ...] = ()
+
+    def disturbed_by(self, reads: Sequence[View], writes: Sequence[View]) -> bool:
+        """Is the outcome open when somebody reads and writes these meanwhile?"""
+        own = (*self.inputs, *self.outputs)
+        return any(meet(a, b) for a in writes for b in own) or any(
+            meet(a, b) for a in reads for b in self.outputs
+        )
 
     def finish(self) -> None:
         if not self.done:
@@ -33,6 +52,7 @@ class Pending:
     issued: list[Started] | None = None  # None: no Python call in progress, C++ will wait by itself
     works: dict[int, tuple[Any, list[Started]]] = field(default_factory=dict)
     loose: list[Started] = field(default_factory=list)  # issued inside a coalescing block
+    hazards: list[tuple[Raw, int, bool]] = field(default_factory=list)  # who, node of the collective, writes
 
     @contextmanager
     def call(self, reduce: tuple[str, float | None]) -> Iterator[list[Started]]:
@@ -56,3 +76,42 @@ class Pending:
         for s in started:
             s.finish()
         self.loose = [s for s in self.loose if not s.done]
+
+    def used(self, raw: Raw) -> None:
+        """An op was recorded: note what it does to memory that a collective is at work on."""
+        started = [s for _, many in self.works.values() for s in many if not s.done and s.node >= 0]
+        if not started or not raw.op.startswith("aten.") or raw.op.split(".")[1].startswith(_UNREAD):
+            return
+        reads = [v for v in _views((raw.args, *raw.kwargs.values())) if v not in raw.mutated]
+        if not raw.mutated:
+            aliased = {o.storage for o in raw.outs if type(o) is View}
+            reads = [v for v in reads if v.storage not in aliased]
+        self.hazards += [
+            (raw, s.node, bool(raw.mutated)) for s in started if s.disturbed_by(reads, raw.mutated)
+        ]
+
+
+def _views(x: Any) -> Iterator[View]:
+    if type(x) is View:
+        yield x
+    elif isinstance(x, tuple):
+        for y in x:
+            yield from _views(y)
+
+
+def meet(a: View, b: View) -> bool:
+    """Do two views certainly share memory?"""
+    (p, q), (r, s) = a.span, b.span
+    if a.storage != b.storage or p >= s or r >= q:
+        return False
+    if all(v.numel * v.itemsize == v.span[1] - v.span[0] for v in (a, b)):
+        return True
+    return a.numel <= _EXACT and b.numel <= _EXACT and not _bytes(a).isdisjoint(_bytes(b))
+
+
+def _bytes(v: View) -> set[int]:
+    """Where the elements begin, and all they cover."""
+    at = [v.offset]
+    for n, stride in zip(v.shape, v.stride):
+        at = [x + i * stride for x in at for i in range(n)]
+    return {x * v.itemsize + k for x in at for k in range(v.itemsize)}

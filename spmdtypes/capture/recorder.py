@@ -264,6 +264,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tensors = [t for w in written for t in _flat(w) if isinstance(t, Tensor)]
             raw.mutated = tuple([self._view(t)[0] for t in tensors])
         index = self.append(raw)
+        if self.pending.works:
+            self.pending.used(raw)
         if self.keep_values:
             for i, o in enumerate(outs):
                 self.keep(index, i, o)
