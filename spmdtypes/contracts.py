@@ -21,8 +21,8 @@ class Program:
 
     `params` may name buffers. `output` says how the ranks' results make up the global one;
     None: checked only through gradients. As a mapping, the module returns a dict with these
-    entries; those that require grad are back-propagated. `grads` maps a mesh axis to what an outer wrapper does to
-    gradients afterwards ("sum" or "avg"); it leaves parameters sharded over that axis alone.
+    entries; those that require grad are back-propagated. `grads` maps a mesh axis to what an outer
+    wrapper does to gradients afterwards ("sum" or "avg"); it leaves parameters sharded over that axis alone.
     `results` types entries of the dict `step` returns: a parameter's FQN defaults to its type in
     `params`, anything else to a replicated tensor.
 

@@ -7,8 +7,9 @@ simulated run can send theirs to the process that compares them. Nodes are pure 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Iterator
+from typing import Any
 
 PHASES = ("forward", "backward", "recompute", "hook", "clip", "optimizer", "other")
 
@@ -60,7 +61,8 @@ class Comm:
     """What a collective node does. `axes` are the mesh axes its group spans, outermost first;
     empty when the group is no product of mesh axes (then `ranks` says what it is)."""
 
-    kind: str  # all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, gather, scatter, send, recv, barrier
+    # all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, gather, scatter, send, recv, barrier
+    kind: str
     axes: tuple[str, ...]
     ranks: tuple[int, ...]
     reduce_op: str = ""  # sum avg max min prod premul_sum band bor bxor unknown
@@ -68,6 +70,18 @@ class Comm:
     splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # all_to_all: (output, input) along dim 0
     root: int | None = None  # rank within the group; send/recv: the peer
     in_place: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Hazard:
+    """`op` used memory that a collective, issued and not waited for yet, was at work on: read it, or
+    wrote to it. `frames` say where, `issued` where the collective began, innermost first."""
+
+    op: str
+    writes: bool
+    frames: tuple[Frame, ...]
+    comm: Comm
+    issued: tuple[Frame, ...]
 
 
 @dataclass(slots=True)
@@ -128,6 +142,7 @@ class Graph:
     notes: list[str] = field(default_factory=list)  # assumptions made by capture, in user terms
     # outputs that were DTensors: name -> mesh axis -> placement as torch prints it ("S(0)", "P(sum)")
     dtensors: dict[str, dict[str, str]] = field(default_factory=dict)
+    hazards: list[Hazard] = field(default_factory=list)
 
     def meta(self, ref: Ref) -> TensorMeta | None:
         return self.nodes[ref.node].outs[ref.out]
