@@ -27,7 +27,6 @@ from spmdtypes.ops.parts import (
     shaped_like,
     size_of,
     spread,
-    whole_of,
     wrap_dim,
 )
 from spmdtypes.ops.registry import op
@@ -381,9 +380,11 @@ def isin(x: Operand, candidates: Operand, **_: Any) -> OpSpec:
 
 
 @op("bucketize.Tensor")
-def bucketize(x: Operand, boundaries: Operand, **_: Any) -> OpSpec:
-    vars = names(x.ndim)
-    return OpSpec.of(Out(tuple(vars), fn("opaque", x[tuple(vars)], whole_of(boundaries, [Var("b")], [0]))))
+def bucketize(x: Operand, boundaries: Operand, *, right: bool = False, **_: Any) -> OpSpec:
+    """How many boundaries lie below."""
+    vars, k = names(x.ndim), Var("k")
+    below = fn("le" if right else "lt", boundaries[k], x[tuple(vars)])
+    return OpSpec.of(Out(tuple(vars), total("sum", [k], below)))
 
 
 @op("masked_scatter")
