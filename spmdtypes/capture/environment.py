@@ -376,6 +376,17 @@ def _observe_modules(patches: Patches, rec: Recorder) -> None:
             rec.module_stack.pop()
 
     patches.set(torch.nn.Module, "__call__", observed_call)
+    for name in ("register_parameter", "register_buffer"):
+        patches.set(torch.nn.Module, name, _observed_register(getattr(torch.nn.Module, name), rec))
+
+
+def _observed_register(register: Any, rec: Recorder) -> Any:
+    @functools.wraps(register)
+    def observed_register(self: Any, name: Any, value: Any, *args: Any, **kwargs: Any) -> None:
+        rec.declared(value)
+        register(self, name, value, *args, **kwargs)
+
+    return observed_register
 
 
 def _observe_functions(patches: Patches, rec: Recorder) -> None:
@@ -451,7 +462,7 @@ def _observe_works(patches: Patches, rec: Recorder) -> None:
             if name in vars(kind):
                 patches.set(kind, name, _observed_wait(getattr(kind, name), rec))
         if "is_completed" in vars(kind):
-            patches.set(kind, "is_completed", _observed_question(kind.is_completed, rec))
+            patches.set(kind, "is_completed", _observed_question(vars(kind)["is_completed"], rec))
     for owner in (torch.cuda, torch.accelerator):
         patches.set(owner, "synchronize", _observed_synchronize(rec))
 

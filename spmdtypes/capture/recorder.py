@@ -75,6 +75,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.draw: draws.Draw | None = None  # the random op being drawn, while `on_random` runs
         self.pending = Pending()
         self.shadows = shadow.Shadows()
+        self.declared_at: dict[int, int] = {}  # id of a parameter or buffer -> stack
         self.module_stack: list[str] = []
         self.module_names: dict[int, str] = {}
         self.names: dict[View, str] = {}
@@ -116,11 +117,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if isinstance(value, Tensor) and not self.wraps(type(value)):
                     self.names.setdefault(self.view(value), f"{name}.{key}".lstrip("."))
 
-    def bind(self, tensor: Tensor, name: str, requires_grad: bool = False) -> None:
-        """From here on `tensor` holds the graph input `name`."""
+    def bind(self, tensor: Tensor, name: str, requires_grad: bool = False, stack: int = 0) -> None:
+        """From here on `tensor` holds the graph input `name`, made at `stack`."""
         view = self.view(tensor)
         meta = TensorMeta(view.shape, view.dtype, requires_grad)
-        index = self.append(Raw("bind", outs=(view,), name=name, meta=meta, phase="other"))
+        index = self.append(Raw("bind", outs=(view,), name=name, meta=meta, phase="other", stack=stack))
         self.keep(index, 0, tensor)
         self.shadows.forget(view)
 
@@ -331,6 +332,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return "hook" if marker == ENGINE else "backward"
 
     # ---- called by the patches
+
+    def declared(self, value: Any) -> None:
+        """A module takes a parameter or buffer."""
+        if isinstance(value, Tensor):
+            self.declared_at[id(value)] = self.stacks.intern(self.stacks.walk(sys._getframe(2)).key)
 
     def entering(self, module: torch.nn.Module) -> None:
         name = self.module_names.get(id(module))

@@ -150,7 +150,7 @@ def _load(rec: Recorder, module: torch.nn.Module, params: Mapping[str, Tensor]) 
             if id(tensor) in bound:
                 continue
             bound.add(id(tensor))
-            rec.bind(local(tensor), name, tensor.requires_grad)
+            rec.bind(local(tensor), name, tensor.requires_grad, rec.declared_at.get(id(tensor), 0))
 
 
 def _run_module(

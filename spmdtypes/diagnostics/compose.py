@@ -313,9 +313,21 @@ def _context(cause: Cause, graph: Graph, lead: Verdict) -> list[Note]:
     loss = graph.outputs.get("output")
     if loss is not None and cause.code in ("SPMD202", "SPMD302") and lead.border.startswith("grad:"):
         notes += _with_callers(place(graph, graph.nodes[loss.node])[:1], "the loss is computed here")
+    notes += _declarations(cause, graph)
     call = backward_call(graph, border)
     if call is not None:
         notes.append(Note(Span.of(call), "backward starts here"))
+    return notes
+
+
+def _declarations(cause: Cause, graph: Graph, most: int = 2) -> list[Note]:
+    """Where the parameters whose gradients are wrong were made."""
+    wrong = {v.border.partition(":")[2] for v in cause.verdicts}
+    notes = []
+    for node in graph.inputs():
+        frames = graph.frames(node)
+        if node.name in wrong and frames and len(notes) < most:
+            notes.append(Note(Span.of(frames[0]), f"{node.name} is made here"))
     return notes
 
 
