@@ -17,6 +17,7 @@ from spmdtypes.diagnostics.trace import (
     backward_call,
     collectives_on_path,
     meeting,
+    own_backwards,
     place,
     placements_by_index,
     reaches,
@@ -313,6 +314,9 @@ def _context(cause: Cause, graph: Graph, lead: Verdict) -> list[Note]:
     loss = graph.outputs.get("output")
     if loss is not None and cause.code in ("SPMD202", "SPMD302") and lead.border.startswith("grad:"):
         notes += _with_callers(place(graph, graph.nodes[loss.node])[:1], "the loss is computed here")
+    if cause.code[:5] in ("SPMD2", "SPMD3"):
+        for f in own_backwards(graph, lead.ref):
+            notes.append(Note(Span.of(f), f"the gradient passes {f.function} here"))
     notes += _declarations(cause, graph)
     call = backward_call(graph, border)
     if call is not None:

@@ -163,6 +163,18 @@ def backward_call(graph: Graph, node: Node) -> Frame | None:
     return rest[0] if node.phase in ("backward", "hook") and rest else None
 
 
+def own_backwards(graph: Graph, ref: Ref, most: int = 2) -> list[Frame]:
+    """Places in backward functions of the user's that a gradient went through, nearest first."""
+    found: dict[str, Frame] = {}
+    for node in ancestors(graph, graph.nodes[ref.node]):
+        if node.phase == "backward" and len(found) < most:
+            frames = graph.frames(node)
+            inside = _inside_backward(frames)
+            if inside:
+                found.setdefault(frames[inside - 1].function, frames[inside - 1])
+    return list(found.values())
+
+
 # -- collectives --------------------------------------------------------------------------------
 
 
