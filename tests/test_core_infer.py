@@ -6,7 +6,7 @@ import sys
 from spmdtypes.core import ranks
 from spmdtypes.core.denotation import Denotation
 from spmdtypes.core.infer import infer
-from spmdtypes.core.spec import OpSpec, Out, axes, fn, total
+from spmdtypes.core.spec import At, Iota, OpSpec, Out, axes, fn, total
 from spmdtypes.graph import Comm, Graph, Lit, Node, Ref, TensorMeta
 from spmdtypes.notation import parse
 
@@ -242,3 +242,63 @@ def test_constants_say_what_they_are():
     assert str(const((Lit(4, 1),))) == "x tp^-1"
     assert const((Lit(0, 0, (("tp", 3),)),)).varying == {"tp"}
     assert const((Lit(1.0, 5.0), Lit(2.0, 7.0)), shape=(2,)).varying == {"dp", "tp"}
+
+
+def build_more(node, operands):
+    """The ops of `build`, elementwise ones in any shape, and reads by position."""
+    x, y = [*operands, None, None][:2]
+    dims = axes("i j k")[: x.ndim] if x is not None else []
+    match node.op:
+        case "mul" | "div":
+            return OpSpec.of(Out(tuple(dims), fn(node.op, x[tuple(dims)], y[tuple(dims)])))
+        case "bound":
+            return OpSpec.of(Out((), fn("max", x[()], 1)))
+        case "select":
+            return OpSpec.of(Out((j,), x[At(node.args[1]), j]))
+        case "order":
+            inner = fn("opaque", Iota(k), x[k, j])
+            return OpSpec.of(
+                Out((i, j), fn("opaque", Iota(i), total("sum", [k], inner))), sizes={i: node.args[1]}
+            )
+    return build(node, operands)
+
+
+def kinds(p, ref):
+    return infer(p.graph, p.inputs, build_more).problems[ref].error.kind
+
+
+def test_a_mean_per_rank_is_a_mistake_unless_it_is_weighted_afterwards():
+    p = Program()
+    total_, count, weight = (
+        p.add("sum", p.input(n, "8@dp 6"), shape=()) for n in ("total", "count", "weight")
+    )
+    mean = p.add("div", total_, p.add("bound", count, shape=()), shape=())
+    assert kinds(p, mean) == "nonlinear"
+    weighted = p.add("mul", mean, weight, shape=())
+    assert kinds(p, weighted) == "unsupported"
+    assert kinds(p, mean) == "unsupported"
+
+
+def test_a_product_of_pending_sums_is_a_mistake_however_it_goes_on():
+    p = Program()
+    a, b, c = (p.add("sum", p.input(n, "8@dp 6"), shape=()) for n in "abc")
+    product = p.add("mul", p.add("mul", a, b, shape=()), c, shape=())
+    assert kinds(p, product) == "product"
+
+
+def test_one_position_of_a_cut_dim_is_a_mistake_and_every_position_in_turn_is_not_known_to_be():
+    p = Program()
+    x = p.input("x", "4@dp 6")
+    first = p.add("select", x, 0, shape=(6,))
+    assert kinds(p, first) == "layout"
+    p.add("select", x, 1, shape=(6,))
+    assert kinds(p, first) == "unsupported"
+
+
+def test_ordering_a_cut_dim_cannot_be_followed():
+    p = Program()
+    ordered = p.add("order", p.input("x", "8@dp 6"), 4, shape=(4, 6))
+    assert kinds(p, ordered) == "unsupported"
+    q = Program()
+    ordered = q.add("order", q.reduce(q.input("x", "8 6 | dp:P"), "tp", (8, 6)), 8, shape=(8, 6))
+    assert kinds(q, ordered) == "nonlinear"

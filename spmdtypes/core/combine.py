@@ -309,6 +309,8 @@ class Rules:
 
     def _lawful(self, name: str, args: Sequence[Abs], base: Abs) -> Abs:
         fault = merged(args)
+        if fault is not None and name == "opaque" and fault.kind == "rank" and not any(a.guard for a in args):
+            fault = RuleError("unsupported", fault.message, fault.axes, fault.operands)
         if fault is not None:
             return replace(base, fault=fault)
         law = self._laws(name, args)

@@ -83,7 +83,7 @@ class Run:
         try:
             n = Num.of(x)
         except LayoutError as e:
-            return Abs(fault=RuleError("rank", str(e), frozenset(self.case.mesh)))
+            return Abs(fault=RuleError("unsupported", str(e), frozenset(self.case.mesh)))
         if isinstance(n.local, complex) or not isinstance(n.local, (int, float)):
             same = n.local == n.ref
             return (
@@ -100,7 +100,11 @@ class Run:
             axes = frozenset(value.local.ranks)
             return Abs(
                 value=value,
-                fault=RuleError("rank", f"a number that grows with the rank in {_names(axes)}", axes),
+                fault=RuleError(
+                    "unsupported" if self.case.aligned is False else "rank",  # no twin to compare with
+                    f"a number that grows with the rank in {_names(axes)}",
+                    axes,
+                ),
             )
         return self._scaled(n.local, n.ref, value)
 
@@ -113,8 +117,17 @@ class Run:
             scale = scale_of_ratio(ratio.limit_denominator(10**6), self.case.mesh, prefer)
         if scale is None:
             text = f"{local} here, {ref} in the reference: no product of axis sizes apart"
-            return Abs(value=value, fault=RuleError("scale", text, frozenset(self.case.mesh)))
+            kind = "scale" if self._nearly_scaled(local, ref) else "unsupported"
+            return Abs(value=value, fault=RuleError(kind, text, frozenset(self.case.mesh)))
         return Abs(scale=scale, value=value, nonneg=local >= 0)
+
+    def _nearly_scaled(self, local: Any, ref: Any) -> bool:
+        """A size corrected by one or two, like the count of a variance; else the number may be data."""
+        return any(
+            local != c != ref and scale_of_ratio(Fraction(int(ref) - c, int(local) - c), self.case.mesh)
+            for c in (-2, -1, 1, 2)
+            if local == int(local) and ref == int(ref)
+        )
 
     def _size(self, v: Var) -> Abs:
         if v not in self.env.of:
@@ -300,6 +313,9 @@ class Run:
             over |= self._reduced_axes(v, e.vars, inner)
         if all(self.env.sizes(v) == (1, 1) for v in vars):
             return self._without(body, vars, cut)
+        if over and isinstance(e.body, Fn) and e.body.name == "opaque" and not body.partial:
+            text = f"each rank of {_names(over)} sees only its own part of what is ordered or searched"
+            return Abs(cut=cut, fault=RuleError("unsupported", text, frozenset(over)))
         if body.fault is not None:
             body = self.rules.shared(body)
         if body.fault is not None:

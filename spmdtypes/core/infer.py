@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any, Protocol
 
 from spmdtypes.core import compose, provenance, ranks
@@ -13,7 +14,7 @@ from spmdtypes.core.denotation import NONE, Denotation, RuleError
 from spmdtypes.core.engine import Derivation, Result, derivation
 from spmdtypes.core.layout import Layout
 from spmdtypes.core.simulate import local_shape
-from spmdtypes.core.spec import Const, Operand, OpSpec, Out, Var
+from spmdtypes.core.spec import Const, Fn, Operand, OpSpec, Out, Var
 from spmdtypes.graph import Graph, Lit, Node, Ref, TensorMeta
 
 BuildSpec = Callable[[Node, Sequence[Operand]], OpSpec | None]
@@ -79,6 +80,7 @@ def infer(
     run = _Pass(graph, inputs, build_spec, oracle, averaged, {} if memo is None else memo)
     for node in graph.nodes:
         run.visit(node)
+    run.settle()
     return run.result
 
 
@@ -101,6 +103,8 @@ class _Pass:
         self.grad_free: dict[int, bool] = {}
         self.interned: dict[Denotation, Denotation] = memo.setdefault("interned", {})
         self.counted: set[int] = set()
+        self.doubted: set[int] = set()
+        self.reads: dict[tuple[str, tuple[Ref, ...]], list[Node]] = defaultdict(list)
         self.compared = any(n.ref is not None or n.ref_outs is not None for n in graph.nodes)
         self.fits: dict[tuple[Layout, tuple[int, ...]], bool] = {}
 
@@ -152,6 +156,7 @@ class _Pass:
     def _after_error(self, node: Node, ref: Ref, meta: TensorMeta, error: RuleError) -> Denotation:
         """Report the error unless it follows from a lost operand; go on with what is still known."""
         inherited = self._inherited(node)
+        error = self._softened(node, error)
         lost = NONE.union(*(self.result.values[r].varying for r in node.refs() if r in self.result.problems))
         if inherited is None or (
             error.kind not in ("unsupported", "layout", "missing") and not error.axes & lost
@@ -166,7 +171,78 @@ class _Pass:
         )
 
     def _inherited(self, node: Node) -> Problem | None:
-        return next((self.result.problems[r] for r in node.refs() if r in self.result.problems), None)
+        found = next((self.result.problems[r] for r in node.refs() if r in self.result.problems), None)
+        undecided = found is not None and found.node not in self.doubted and node.phase == "forward"
+        if found is not None and undecided and self._weighs(node, found):
+            self.doubted.add(found.node)
+        return found
+
+    def _weighs(self, node: Node, problem: Problem) -> bool:
+        """`node` multiplies a per-rank mean (a quotient, or its denominator, is the `problem`) by the
+        rank's own amount: that may be a right term of a sum again."""
+        refs, over = tuple(node.refs()), problem.error.axes
+        dens = [self.result.values[r] for r in refs]
+        lost = [k for k, r in enumerate(refs) if self.result.problems.get(r) == problem]
+        own = [
+            k
+            for k, d in enumerate(dens)
+            if d.op == "sum" and d.partial >= over and not d.varying and not d.scale
+        ]
+        if len(lost) != 1 or len(own) != 1 or node.comm is not None:
+            return False
+        spec = self._spec(node, refs)
+        if spec is None or not self._is_mean(problem):
+            return False
+        return self._linear(node, spec, dens, own, over) and self._linear(node, spec, dens, lost, over)
+
+    def _is_mean(self, problem: Problem) -> bool:
+        """A quotient of pending sums, or a bound that keeps such a denominator off zero."""
+        wanted = {"product": ("div",), "nonlinear": ("max", "clamp", "clamp_min")}.get(problem.error.kind)
+        spec = self._spec(self.graph.nodes[problem.node], problem.operands) if wanted else None
+        outs = [o.value for o in spec.outs if isinstance(o, Out)] if spec is not None else []
+        return wanted is not None and any(isinstance(e, Fn) and e.name in wanted for e in outs)
+
+    def _linear(
+        self, node: Node, spec: OpSpec, dens: Sequence[Denotation], of: list[int], over: frozenset[str]
+    ) -> bool:
+        """Is it a pending sum when only the operands `of` are?"""
+        plain = [replace(d.bare(), partial=d.partial - over, varying=d.varying - over) for d in dens]
+        trial = [
+            replace(d, partial=d.partial | over if k in of else d.partial, scale=())
+            for k, d in enumerate(plain)
+        ]
+        trial = [replace(d, op="sum" if d.partial else "") for d in trial]
+        outs = derivation(spec, trial, self.mesh, aligned=self._aligned(node)).outs
+        return all(o is None or (isinstance(o, Denotation) and o.partial >= over) for o in outs)
+
+    def settle(self) -> None:
+        """Problems that later steps may make good are no proof of a mistake."""
+        for ref, found in self.result.problems.items():
+            if found.node in self.doubted:
+                e = found.error
+                text = f"{e.message}; what comes of it is then weighted by each rank's own amount"
+                self.result.problems[ref] = replace(
+                    found, error=RuleError("unsupported", text, e.axes, e.operands)
+                )
+
+    def _softened(self, node: Node, error: RuleError) -> RuleError:
+        """A part of a cut dim read by position is a mistake, unless all parts are read, one after another."""
+        if error.kind == "rank" and self._aligned(node) is False:  # the reference takes no such step
+            return RuleError("unsupported", error.message, error.axes, error.operands, error.poisoned)
+        if error.kind != "layout" or node.comm is not None or not error.axes:
+            return error
+        if not self.reads:
+            for n in self.graph.nodes:
+                self.reads[n.op, tuple(n.refs())].append(n)
+        whole = [m for r in node.refs() if (m := self.graph.meta(r)) is not None]
+        parts = self.reads[node.op, tuple(node.refs())]
+        shapes = {m.shape for n in parts for m in n.outs if m is not None}
+        if len(parts) < 2 or len(whole) != 1 or len(shapes) != 1:
+            return error
+        if len(parts) * prod(shapes.pop()) != prod(whole[0].shape):
+            return error
+        text = f"{error.message}; its parts are taken one by one"
+        return RuleError("unsupported", text, error.axes, error.operands, error.poisoned)
 
     def _fits(self, den: Denotation, meta: TensorMeta) -> bool:
         key = (den.layout, meta.shape)
@@ -291,6 +367,14 @@ class _Pass:
                 outs[k] = better
         return replace(found, outs=tuple(outs))
 
+    def _spec(self, node: Node, refs: Sequence[Ref]) -> OpSpec | None:
+        try:
+            return self.build_spec(
+                node, [self._operand(k, r, self.result.values[r]) for k, r in enumerate(refs)]
+            )
+        except ValueError:
+            return None
+
     def _described(self, ref: Ref, loose: bool = False) -> tuple[Out, tuple[Ref, ...]] | None:
         """How a value is computed, in index notation over the operands of its node."""
         node, refs = self.graph.nodes[ref.node], tuple(self.graph.nodes[ref.node].refs())
@@ -299,11 +383,7 @@ class _Pass:
             return None
         if node.op in ("input", "const") or node.comm is not None or not refs:
             return None
-        operands = [self._operand(k, r, self.result.values[r]) for k, r in enumerate(refs)]
-        try:
-            spec = self.build_spec(node, operands)
-        except ValueError:
-            return None
+        spec = self._spec(node, refs)
         out = compose.plain(spec, ref.out) if spec is not None else None
         return None if out is None else (out, refs)
 
