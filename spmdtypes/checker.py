@@ -15,6 +15,7 @@ from spmdtypes.core.denotation import Denotation, RuleError
 from spmdtypes.core.infer import Inference, Oracle, infer
 from spmdtypes.diagnostics.compose import compose
 from spmdtypes.diagnostics.finding import Finding, Note, Span, in_order
+from spmdtypes.diagnostics.hazards import with_recorded
 from spmdtypes.diagnostics.trace import place
 from spmdtypes.differential import Border, Divergence, Experiment
 from spmdtypes.graph import Graph
@@ -136,6 +137,8 @@ def _check_tested(program: Program, options: Options) -> Report:
         findings = _findings(program, run)
     if found.crossed and any(f.is_error for f in findings):
         findings = [_crossed(found.crossed[0], program, findings)]
+    plain = found.rounded or found
+    findings = with_recorded(findings, [r.graph for r in plain.ranks], plain.same_rounding)
     return _report(program, findings, _counts(run.verdicts), run.inference, run.experiment)
 
 
@@ -238,6 +241,7 @@ def _check_proved(program: Program) -> Report:
     types = _border_types(program, aligned.graph, ())
     run = _Run(inference, _judge(types, inference, mesh, {}))
     findings = _findings(program, run)
+    findings = with_recorded(findings, [aligned.graph, first, *others])
     findings += [_diverging_nodes(d, aligned.graph, program) for d in aligned.divergences]
     return _report(program, findings, _counts(run.verdicts), inference, None)
 

@@ -469,7 +469,7 @@ def _observe_works(patches: Patches, rec: Recorder) -> None:
 
 def _observed_question(method: Any, rec: Recorder) -> Any:
     def is_completed(self: Any) -> bool:
-        done = bool(method(self))
+        done = dist.get_backend() == "fake" or bool(method(self))  # that one is never done by itself
         if done:
             rec.pending.wait(id(self))
         return done

@@ -415,7 +415,7 @@ def _renumber(x: Any, number: dict[int, int], refs: dict[Ref, Ref]) -> Any:
 
 def _hazards(rec: Recorder) -> list[Hazard]:
     """Uses of memory that a collective was at work on, one per pair of places."""
-    found = {}
+    found: dict[object, Hazard] = {}
     for raw, index, writes in rec.pending.hazards:
         issuer = rec.trace[index]
         assert issuer.comm is not None

@@ -10,8 +10,10 @@ from typing import Any
 from spmdtypes.capture.raw import Raw, View
 
 _EXACT = 4096  # elements up to which strided views are compared one by one
-_UNREAD = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "new_")
-_UNREAD += ("resize_", "set_", "record_stream", "detach_")
+_UNREAD = tuple(  # beginnings of ops that look at a tensor's shape, or at nothing
+    "empty_like zeros_like ones_like full_like rand_like randn_like new_ resize_ set_ "
+    "record_stream detach_".split()
+)
 
 
 @dataclass

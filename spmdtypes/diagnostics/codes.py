@@ -197,6 +197,13 @@ _ALL = (
         reduction or root. It completes with a value that means nothing.""",
     ),
     _code(
+        603,
+        "value read before its collective was waited for",
+        """An asynchronous collective returns at once, and its result is there only after wait(). A tensor
+        it works on is read or written in between, or it is never waited for: what is read depends on how
+        far the transfer has come.""",
+    ),
+    _code(
         701,
         "parameter or optimizer state that is wrong after the step",
         """After the step a parameter or a state (momentum, moving average, scale) no longer denotes what it

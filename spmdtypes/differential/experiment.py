@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from spmdtypes.graph import Frame, Graph, Ref
+from spmdtypes.graph import Frame, Graph, Node, Ref
 from spmdtypes.notation import Type
 
 if TYPE_CHECKING:
@@ -181,6 +181,12 @@ class Experiment:
         if self._oracle is None:
             self._oracle = Oracle(self)
         return self._oracle
+
+    def same_rounding(self, wide: Ref, low: Ref, node: Node) -> bool:
+        """Is the sum of rounded summands always the rounding of the sum? Refs of rank 0's graph."""
+        from spmdtypes.differential.precision import same_rounding
+
+        return node.comm is not None and same_rounding(self, wide, low, node.comm)
 
     def suspects(self, border: str) -> list[tuple[int, str]]:
         """Nodes of rank 0's graph where a wrong border's value first loses its reading."""
