@@ -11,6 +11,7 @@ from math import prod
 from spmdtypes.borders import averaged_axes, expected_types, without_axes
 from spmdtypes.capture import align
 from spmdtypes.contracts import Program
+from spmdtypes.core import draws
 from spmdtypes.core.denotation import Denotation, RuleError
 from spmdtypes.core.infer import Inference, Oracle, infer
 from spmdtypes.diagnostics.compose import compose
@@ -190,7 +191,9 @@ def _infer(
     shown = replace_mesh(graph, mesh)
     inputs = input_denotations(program, graph, mesh, kept)
     averaged = averaged_axes(program) - set(kept)
-    return infer(shown, inputs, registry.build, oracle=oracle, averaged=averaged)
+    found = infer(shown, inputs, registry.build, oracle=oracle, averaged=averaged)
+    draws.narrow(found)
+    return found
 
 
 def replace_mesh(graph: Graph, mesh: Mapping[str, int]) -> Graph:

@@ -11,6 +11,7 @@ from spmdtypes.core import ranks
 from spmdtypes.core.bind import Env, as_variable, free
 from spmdtypes.core.combine import Abs, Rules, left_out, merged, of_denotation
 from spmdtypes.core.denotation import NONE, Denotation, RuleError, scale_mul, scale_of_ratio
+from spmdtypes.core.draws import same_numbers
 from spmdtypes.core.layout import LayoutError
 from spmdtypes.core.ranks import Lin, Truth, Value
 from spmdtypes.core.spec import ONE, At, Const, Expr, Fn, Iota, Load, OpSpec, Rand, Red, Size, Var, Window
@@ -175,8 +176,12 @@ class Run:
         same = {a for a in cut if a not in streams}
         apart = {a for a in streams if a not in cut and mesh.get(a, 1) > 1}
         if same:
-            text = f"every rank of {_names(same)} draws the same numbers for its own part"
-            return Abs(cut=cut, fault=RuleError("random", text, frozenset(same)))
+            chosen = any(v in self.case.chosen for v in vars)
+            sizes = {mesh[a] for a in same}
+            others = {a for a in mesh if mesh[a] in sizes and a not in streams and a not in cut}
+            if chosen and others and len(same) == 1:
+                return Abs(cut=cut, fault=same_numbers(same | others, alternatives=True))
+            return Abs(cut=cut, fault=same_numbers(same))
         if apart:
             text = f"ranks of {_names(apart)} draw different numbers for one and the same value"
             return Abs(cut=cut, fault=RuleError("random", text, frozenset(apart)))

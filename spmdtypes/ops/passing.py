@@ -4,8 +4,8 @@ from __future__ import annotations
 
 _PASSING = frozenset(
     "view _unsafe_view reshape slice select narrow cat stack split split_with_sizes unsqueeze squeeze "
-    "permute transpose t expand clone alias detach contiguous flatten as_strided slice_scatter select_scatter "
-    "unbind mul div neg".split()
+    "permute transpose t expand clone alias detach contiguous flatten as_strided slice_scatter "
+    "select_scatter unbind mul div neg".split()
 )
 
 
