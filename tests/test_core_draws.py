@@ -5,7 +5,7 @@ from __future__ import annotations
 from spmdtypes.core.denotation import Denotation
 from spmdtypes.core.draws import narrow
 from spmdtypes.core.infer import infer
-from spmdtypes.graph import Graph, Node, Ref, TensorMeta
+from spmdtypes.graph import Graph, Lit, Node, Ref, TensorMeta
 from spmdtypes.notation import parse
 from spmdtypes.ops import registry
 
@@ -14,7 +14,7 @@ MESH = {"dp": 2, "feat": 2}
 
 def axes_of_the_fault(weight: str | None) -> set[str]:
     """A draw of 10 numbers a rank, 20 in the reference, beside a weight of that type."""
-    draw = Node(0, "aten.rand.default", ((10,),), outs=(TensorMeta((10,), "f64"),))
+    draw = Node(0, "aten.rand.default", ((Lit(10, 20),),), outs=(TensorMeta((10,), "f64"),))
     draw.ref, draw.ref_outs = 0, (TensorMeta((20,), "f64"),)
     nodes, inputs = [draw], {}
     if weight is not None:
