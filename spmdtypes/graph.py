@@ -110,6 +110,7 @@ class Node:
     ref_outs: tuple[TensorMeta | None, ...] | None = None
     forward_stack: int = 0  # backward nodes: where the forward op (or autograd Function) was called
     rng_axes: tuple[str, ...] | None = None  # axes along which ranks draw from different streams
+    apart: tuple[str, ...] = ()  # axes along which some rank takes no such step
 
     def refs(self) -> Iterator[Ref]:
         """Every tensor operand, in argument order."""

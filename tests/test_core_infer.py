@@ -302,3 +302,17 @@ def test_ordering_a_cut_dim_cannot_be_followed():
     q = Program()
     ordered = q.add("order", q.reduce(q.input("x", "8 6 | dp:P"), "tp", (8, 6)), 8, shape=(8, 6))
     assert kinds(q, ordered) == "nonlinear"
+
+
+def test_a_step_only_some_ranks_take_leaves_its_result_open():
+    p = Program()
+    x = p.add("sum", p.input("x", "8@dp 6"), shape=())
+    extra = p.add("mul", x, p.add("sum", p.input("y", "8 6"), shape=()), shape=())
+    p.graph.nodes[extra.node].apart = ("tp",)
+    after = p.add("mul", extra, p.add("sum", p.input("z", "8 6"), shape=()), shape=())
+    assert kinds(p, after) == "unsupported"
+    q = Program()
+    bad = q.add("gelu", q.input("x", "8 6 | tp:P"), shape=(8, 6))
+    assert kinds(q, bad) == "nonlinear"
+    q.graph.nodes[bad.node].apart = ("tp",)
+    assert kinds(q, bad) == "unsupported"

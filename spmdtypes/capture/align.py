@@ -57,6 +57,7 @@ def _align(local: Graph, reference: Graph | None, others: Sequence[Graph]) -> Al
         ref = reference.nodes[r] if reference is not None and r is not None else None
         peers = [g.nodes[t[i]] if t[i] is not None else None for g, t in zip(others, tables)]  # type: ignore[index]
         nodes.append(_merge(node, ref, peers, literals))
+        nodes[-1].apart = _apart(local, [g for g, p in zip(others, peers) if p is None])
     graph = Graph(
         local.mesh,
         local.coords,
@@ -70,6 +71,13 @@ def _align(local: Graph, reference: Graph | None, others: Sequence[Graph]) -> Al
         _infer_missing(graph, refs)
     found = [d for g, t in zip(others, tables) if (d := _divergence(local, g, t)) is not None]
     return Aligned(graph, [d for d in found if d.collective], [d for d in found if not d.collective])
+
+
+def _apart(local: Graph, lacking: Sequence[Graph]) -> tuple[str, ...]:
+    """Axes along which ranks that lack a step differ from this one."""
+    if not lacking:
+        return ()
+    return tuple(a for a, c in local.coords.items() if any(g.coords.get(a) != c for g in lacking))
 
 
 def _merge(node: Node, ref: Node | None, peers: list[Node | None], literals: _Literals) -> Node:

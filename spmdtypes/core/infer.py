@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Protocol
@@ -14,6 +14,7 @@ from spmdtypes.core.collectives import collective
 from spmdtypes.core.denotation import NONE, Denotation, RuleError
 from spmdtypes.core.engine import Derivation, Result, derivation
 from spmdtypes.core.layout import Layout
+from spmdtypes.core.same import Fact, all_plain, atom_names, renamed, result_renamed, split
 from spmdtypes.core.simulate import local_shape
 from spmdtypes.core.spec import Const, Fn, Operand, OpSpec, Out, Var
 from spmdtypes.graph import Graph, Lit, Node, Ref, TensorMeta
@@ -107,11 +108,12 @@ class _Pass:
         self.oracle, self.averaged, self.memo = oracle, averaged, memo
         self.mesh = {a: n for a, n in graph.mesh.items() if n > 1}
         self.result = Inference(graph)
-        self.rows: list[tuple[_Fact | None, ...]] = []
-        self.settled: dict[Any, tuple[_Fact | None, ...]] = {}
+        self.rows: list[tuple[Fact | None, ...]] = []
+        self.settled: dict[Any, tuple[Fact | None, ...]] = {}
         self.interned: dict[Denotation, Denotation] = memo.setdefault("interned", {})
         self.counted: set[int] = set()
         self.doubted: set[int] = set()
+        self.parted = any(n.apart for n in graph.nodes)
         self.reads: dict[tuple[str, tuple[Ref, ...]], list[Node]] = defaultdict(list)
         self.compared = any(n.ref is not None or n.ref_outs is not None for n in graph.nodes)
         self.fits: dict[tuple[Layout, tuple[int, ...]], bool] = {}
@@ -127,22 +129,37 @@ class _Pass:
             found, free = Derivation(self._const(node)), True
         else:
             refs: list[Ref] = []
-            plain = (_split(node.args, refs), _split(node.kwargs, refs) if node.kwargs else ())
+            plain = (split(node.args, refs), split(node.kwargs, refs) if node.kwargs else ())
             facts = [self.rows[r.node][r.out] for r in refs]
+            strays = self._strays(node, refs) if self.parted else NONE
             free = all(f is not None and f.grad_free for f in facts)
             key = self._key(node, plain, facts)
-            known = self.settled.get(key)
+            known = self.settled.get(key) if not strays else None
             if known is not None:
                 self._again(node, known)
                 return
             found = self._derive(node, tuple(refs), facts, key)
+            if strays:
+                found, key = self._of_strays(found, strays), None
         self._record_all(node, found)
         row = tuple([self._fact(node, k, meta, free) for k, meta in enumerate(node.outs)])
         self.rows.append(row)
-        if key is not None and self.oracle is None and not found.notes and found.known and _plain(row):
+        if key is not None and self.oracle is None and not found.notes and found.known and all_plain(row):
             self.settled[key] = row
 
-    def _again(self, node: Node, row: tuple[_Fact | None, ...]) -> None:
+    def _strays(self, node: Node, refs: Sequence[Ref]) -> frozenset[str]:
+        """Axes along which some rank lacks the step that made an operand, though it takes this one."""
+        made = [self.graph.nodes[r.node].apart for r in refs]
+        from_root = node.comm is not None and node.comm.root is not None
+        return NONE if from_root or not any(made) else frozenset(a for m in made for a in m) - set(node.apart)
+
+    def _of_strays(self, found: Derivation, axes: frozenset[str]) -> Derivation:
+        text = f"not every rank of {', '.join(sorted(axes))} takes the step that made this"
+        lost = [o if isinstance(o, Denotation) else o.poisoned if o is not None else None for o in found.outs]
+        outs = [d and RuleError("unsupported", text, axes, poisoned=d.poisoned(axes, text)) for d in lost]
+        return replace(found, outs=tuple(outs))
+
+    def _again(self, node: Node, row: tuple[Fact | None, ...]) -> None:
         """A step that occurred before, on equal operands, and had a plain result."""
         self.rows.append(row)
         for k, f in enumerate(row):
@@ -151,16 +168,16 @@ class _Pass:
                 self.result.values[ref] = f.den
                 self.result.evidence[ref] = "proved"
 
-    def _fact(self, node: Node, k: int, meta: TensorMeta | None, free: bool) -> _Fact | None:
+    def _fact(self, node: Node, k: int, meta: TensorMeta | None, free: bool) -> Fact | None:
         if meta is None:
             return None
         den = self.result.values[Ref(node.id, k)]
         named = bool((den.value is not None and den.value.keys) or den.guard is not None)
         key = (id(den), meta.shape, meta.dtype, free if self.averaged else None)
         lost = bool(den.varying) or Ref(node.id, k) in self.result.problems
-        return _Fact(den, key, free, not named and not lost)
+        return Fact(den, key, free, not named and not lost)
 
-    def _key(self, node: Node, plain: Any, facts: Sequence[_Fact | None]) -> Any:
+    def _key(self, node: Node, plain: Any, facts: Sequence[Fact | None]) -> Any:
         """Everything a step's result depends on."""
         return (
             node.op,
@@ -279,7 +296,9 @@ class _Pass:
 
     def _softened(self, node: Node, error: RuleError) -> RuleError:
         """A part of a cut dim read by position is a mistake, unless all parts are read, one after another."""
-        if error.kind == "rank" and self._aligned(node) is False:  # the reference takes no such step
+        if node.apart or (
+            error.kind == "rank" and self._aligned(node) is False
+        ):  # the reference takes no such step
             return RuleError("unsupported", error.message, error.axes, error.operands, error.poisoned)
         if error.kind != "layout" or node.comm is not None or not error.axes:
             return error
@@ -369,14 +388,14 @@ class _Pass:
     # -- rules ----------------------------------------------------------------------------------
 
     def _derive(
-        self, node: Node, refs: tuple[Ref, ...], facts: Sequence[_Fact | None], key: Any
+        self, node: Node, refs: tuple[Ref, ...], facts: Sequence[Fact | None], key: Any
     ) -> Derivation:
         dens = [self.result.values[r] for r in refs]
         free = tuple(f is not None and f.grad_free for f in facts)
         streams = frozenset(a for a in node.rng_axes or () if a in self.mesh)
-        names = _atom_names(dens)
+        names = atom_names(dens)
         if names:
-            dens = [self._intern(_renamed(d, names)) for d in dens]
+            dens = [self._intern(renamed(d, names)) for d in dens]
             same = [f and replace(f, key=(id(d), *f.key[1:])) for f, d in zip(facts, dens)]
             key = self._key(node, key[1], same)
         found: Derivation | None = self.memo.get(key)
@@ -389,7 +408,7 @@ class _Pass:
             self.result.unknown_ops[node.op] += 1
         if names:
             back = {v: k for k, v in names.items()}
-            found = Derivation(tuple(_result_renamed(o, back) for o in found.outs), found.notes)
+            found = Derivation(tuple(result_renamed(o, back) for o in found.outs), found.notes)
         return self._read_through(node, refs, found) if names and node.comm is None else found
 
     def _read_through(self, node: Node, refs: tuple[Ref, ...], found: Derivation) -> Derivation:
@@ -519,70 +538,5 @@ def _shape(s: Sequence[int]) -> str:
     return "[" + ", ".join(map(str, s)) + "]"
 
 
-@dataclass(frozen=True, slots=True)
-class _Fact:
-    """What later steps ask of a value. `key`: equal for values that no rule can tell apart. `plain`: it
-    has a reading, which speaks of no integer tensor in particular."""
-
-    den: Denotation
-    key: tuple[Any, ...]
-    grad_free: bool
-    plain: bool
-
-
-def _plain(row: Sequence[_Fact | None]) -> bool:
-    return all(f is None or f.plain for f in row)
-
-
-def _split(x: Any, refs: list[Ref]) -> Any:
-    """An argument without the identities of its operands, hashable; these are added to `refs`."""
-    kind = type(x)
-    if kind is Ref:
-        refs.append(x)
-        return Ref
-    if kind is int or kind is str or x is None:
-        return x
-    if kind is tuple or kind is list:
-        return tuple([_split(y, refs) for y in x])
-    if kind is bool or kind is float:
-        return (kind, repr(x))
-    if isinstance(x, dict):
-        return tuple([(k, _split(v, refs)) for k, v in x.items()])
-    try:
-        hash(x)
-    except TypeError:
-        return repr(x)
-    return x
-
-
 def _has_lit(x: Any) -> bool:
     return isinstance(x, Lit) or (isinstance(x, (tuple, list)) and any(map(_has_lit, x)))
-
-
-def _atom_names(dens: Sequence[Denotation]) -> dict[Any, Any]:
-    """Integer tensors spoken of, numbered in order of appearance: names that repeat between layers."""
-    names: dict[Any, Any] = {}
-    for d in dens:
-        for key in _keys(d) if d.value is not None or d.guard is not None else ():
-            names.setdefault(key, ("#", len(names)))
-    return names
-
-
-def _keys(d: Denotation) -> Iterator[Any]:
-    if d.value is not None:
-        yield from d.value.keys
-    if d.guard is not None:
-        yield from (a[1] for a in ranks.atoms(d.guard) if a[0] == "u")
-
-
-def _renamed(d: Denotation, names: Mapping[Any, Any]) -> Denotation:
-    rename = ranks.rekeyed(names)
-    value = d.value.mapped(rename) if d.value else None
-    guard = d.guard.mapped(rename) if d.guard else None
-    return replace(d, value=value, guard=guard)
-
-
-def _result_renamed(x: Result, names: Mapping[Any, Any]) -> Result:
-    if isinstance(x, Denotation) and (x.value is not None or x.guard is not None):
-        return _renamed(x, names)
-    return x
