@@ -115,6 +115,8 @@ def program(
     )
 
     def mark(target: T) -> T:
+        if not isinstance(target, type) and not hasattr(target, "__code__"):
+            raise NotationError(f"@program marks a class or a function, not {target!r:.60}")
         setattr(target, _MARK, declaration)
         return target
 
@@ -240,7 +242,7 @@ def source_of(target: Any) -> tuple[str, int]:
 @lru_cache(maxsize=64)
 def _parsed(file: str, stamp: float) -> ast.Module:
     try:
-        return ast.parse(Path(file).read_text())
+        return ast.parse(Path(file).read_bytes())
     except (OSError, SyntaxError, ValueError):
         return ast.Module([], [])
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from spmdtypes.annotations import Declaration, Typed, as_output, as_types, declaration_of
 from spmdtypes.contracts import Program
 from spmdtypes.errors import CannotCheck, blame
+from spmdtypes.exits import exits_refused
 from spmdtypes.mesh import Mesh
 from spmdtypes.notation import NotationError, Type
 from spmdtypes.report import Report
@@ -62,6 +63,7 @@ def check(
     return check_programs(programs, test=test, seed=seed)
 
 
+@exits_refused()
 def check_programs(programs: Iterator[Program], test: bool = True, seed: int = 0) -> Report:
     """Check the first program that runs: the others are the same with other sizes.
 
@@ -78,7 +80,9 @@ def check_programs(programs: Iterator[Program], test: bool = True, seed: int = 0
             report = check_program(program, options)
         except CannotCheck as e:
             failed = failed or e.at(program.file, program.line)
-        except Exception as e:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as e:
             failed = failed or blame(e, f"running {program.name}", program.file, program.line)
         else:
             if not report.failures:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import logging
 import os
 import sys
 import traceback
@@ -24,7 +25,8 @@ from spmdtypes.config import Config, load_config
 from spmdtypes.diagnostics.explain import explain
 from spmdtypes.diagnostics.json_format import to_json
 from spmdtypes.diagnostics.render import console_for, render_failure, render_report, render_total, show
-from spmdtypes.errors import CannotCheck
+from spmdtypes.errors import CannotCheck, user_frame
+from spmdtypes.exits import nothing_typed, stdout_to_ourselves
 from spmdtypes.mesh import parse_sizes
 from spmdtypes.notation import NotationError
 from spmdtypes.report import Report
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from spmdtypes.entry import Entry
 
 CLEAN, FOUND, BAD_INPUT = 0, 1, 2
+INTERRUPTED = 130
 
 
 @dataclass
@@ -54,14 +57,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[:1] == ["explain"]:
         return _explain(arguments[1:])
     args = _parser().parse_args(arguments)
-    out, err = console_for(sys.stdout), console_for(sys.stderr)
+    with stdout_to_ourselves() as stdout:
+        return _run(args, console_for(stdout), console_for(sys.stderr))
+
+
+def _run(args: argparse.Namespace, out: Console, err: Console) -> int:
     try:
         config = _settings(args)
     except CannotCheck as e:
         show(err, render_failure(e))
         return BAD_INPUT
     quiet_libraries()
-    run = check_paths([Path(p) for p in args.paths or config.paths], config, args, out, err)
+    try:
+        with nothing_typed():
+            run = check_paths([Path(p) for p in args.paths or config.paths], config, args, out, err)
+    except KeyboardInterrupt as e:
+        place = user_frame(e.__traceback__)
+        show(err, render_failure(CannotCheck("interrupted", *place) if place else "interrupted"))
+        return INTERRUPTED
     if config.format == "json":
         out.print(to_json(run.reports, run.failures, run.exit_code), markup=False)
     elif len(run.reports) + len(run.failures) > 1:
@@ -166,6 +179,7 @@ def quiet_libraries() -> None:
     """Warnings of libraries about our simulated job are not the user's concern."""
     warnings.filterwarnings("ignore", module=r"torch\..*")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # tracebacks
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from spmdtypes.annotations import declaration_of, type_in
 from spmdtypes.errors import CannotCheck, blame
+from spmdtypes.exits import exits_refused
 from spmdtypes.notation import NotationError
 
 if TYPE_CHECKING:
@@ -65,8 +66,8 @@ def python_files(folder: Path) -> Iterator[Path]:
         parts = file.relative_to(folder).parts
         if any(p in _SKIPPED or p.startswith(".") for p in parts):
             continue
-        with contextlib.suppress(OSError, UnicodeDecodeError):
-            if "spmdtypes" in file.read_text():
+        with contextlib.suppress(OSError):
+            if b"spmdtypes" in file.read_bytes():
                 yield file
 
 
@@ -120,12 +121,14 @@ def load(file: Path) -> ModuleType:
     sys.modules[name] = module
     _make_importable(path.parent)
     try:
-        with contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.redirect_stdout(io.StringIO()), exits_refused():
             spec.loader.exec_module(module)
     except NotationError as e:
         sys.modules.pop(name, None)
         raise _with_place(e, path, tree) from e
-    except (Exception, SystemExit) as e:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as e:
         sys.modules.pop(name, None)
         raise blame(e, "importing", path) from e
     return module

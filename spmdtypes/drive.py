@@ -79,8 +79,19 @@ def _driven_forward(
     driver: Driver, module: Any, original: Callable[..., Any], sizes: Mapping[str, int]
 ) -> Callable[..., Any]:
     weights = {key: _weight(driver, t, sizes) for key, t in driver._driven().items()}
+    running = False
 
-    def forward(**inputs: Any) -> Any:
+    def forward(*args: Any, **inputs: Any) -> Any:
+        nonlocal running
+        if running:  # the module calls itself
+            return original(*args, **inputs)
+        running = True
+        try:
+            return driven(**inputs)
+        finally:
+            running = False
+
+    def driven(**inputs: Any) -> Any:
         cotangents = {k: inputs.pop(_cotangent(k)) for k in weights if _cotangent(k) in inputs}
         for argument, parameter, t in driver.probes:
             inputs[argument] = _rescaled(getattr(module, parameter), _rescaling(driver, t, sizes))

@@ -242,9 +242,9 @@ class _Builder:
             )
         try:
             module = self.model(**self._arguments(mesh))
-        except CannotCheck:
+        except (CannotCheck, KeyboardInterrupt):
             raise
-        except Exception as e:
+        except BaseException as e:
             raise blame(e, f"constructing {name}", self.entry.file, self.entry.line) from e
         if not isinstance(module, nn.Module):
             raise CannotCheck(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 import traceback
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 
 _PACKAGE = Path(__file__).resolve().parent
 _LIBRARY = ("site-packages", "dist-packages", "<frozen", "<string>", "<__array_function__")
+
+_WIDTH = 100  # columns of a line of source that are shown
 
 
 class CannotCheck(Exception):
@@ -47,6 +49,12 @@ def user_frame(tb: TracebackType | None, file: str | Path | None = None) -> tupl
     return found[-1] if found else None
 
 
+def user_place(frame: FrameType | None) -> tuple[str, int] | None:
+    """Where the user's code is, while it runs."""
+    places = [(f.filename, f.lineno or 1) for f in traceback.extract_stack(frame)]
+    return next((p for p in reversed(places) if not _is_ours(p[0]) and not _is_library(p[0])), None)
+
+
 def _raised_by_us(tb: TracebackType | None) -> bool:
     """Is our code nearer to the error than the user's?"""
     frames = _frames(tb)
@@ -77,24 +85,34 @@ def blame(error: BaseException, doing: str, file: str | Path | None = None, line
         return error.at(file, line)
     place = user_frame(error.__traceback__, file) or (file, line)
     excerpt = ""
-    if isinstance(error, SyntaxError) and error.filename:
-        place = (error.filename, error.lineno or 1)
+    if isinstance(error, SyntaxError):
+        if error.filename and Path(error.filename).is_file():
+            place = (error.filename, error.lineno or 1)
         text, excerpt = f"syntax error: {error.msg}", _caret(error)
+    elif isinstance(error, SystemExit):
+        text = f"{doing} ends the process" + (f" (exit code {error.code})" if error.code else "")
     elif isinstance(error, RecursionError):
         text = f"{doing} recurses without end"
     elif _raised_by_us(error.__traceback__) and not hasattr(error, "excerpt"):
         place = (file, line)
-        what = f"{type(error).__name__}: {_first_line(str(error))}"
+        what = f"{type(error).__name__}: {_first_line(_said(error))}"
         text = f"internal error while {doing}: {what} (--debug shows where)"
     else:
-        message = getattr(error, "message", str(error))
-        first = _first_line(str(message))
+        first = _first_line(_said(error))
         excerpt = str(getattr(error, "excerpt", "") or "")
         kind = "" if excerpt else f"{type(error).__name__}"
         text = f"{doing}: " + ": ".join(p for p in (kind, first) if p)
     result = CannotCheck(text, *place, excerpt)
     result.__cause__ = error
     return result
+
+
+def _said(error: BaseException) -> str:
+    """Its message; `str` of a user's exception may raise."""
+    try:
+        return str(getattr(error, "message", None) or error)
+    except Exception:
+        return ""
 
 
 def _first_line(text: str) -> str:
@@ -105,5 +123,6 @@ def _caret(error: SyntaxError) -> str:
     if not error.text or not error.offset:
         return ""
     line = error.text.rstrip("\n")
-    indent = len(line) - len(line.lstrip())
-    return f"    {line.strip()}\n    {' ' * max(error.offset - 1 - indent, 0)}^"
+    start = max(len(line) - len(line.lstrip()), error.offset - _WIDTH)
+    shown = line[start : start + _WIDTH].rstrip()
+    return f"    {shown}\n    {' ' * max(error.offset - 1 - start, 0)}^"

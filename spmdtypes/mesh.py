@@ -14,6 +14,8 @@ class Mesh(dict[str, int]):
     """`Mesh(dp=2, tp=4)`, the same as `{"dp": 2, "tp": 4}`."""
 
     def __init__(self, sizes: Mapping[str, int] | None = None, /, **axes: int) -> None:
+        if not isinstance(sizes, Mapping | None):
+            raise NotationError(f"mesh {sizes!r}: expected names and sizes, as in {{'dp': 2, 'tp': 4}}")
         super().__init__({**(sizes or {}), **axes})
         for axis, n in self.items():
             if not str(axis).isidentifier():

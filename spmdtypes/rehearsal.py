@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
 import traceback
 from math import prod
 from multiprocessing.connection import Connection
+from types import FrameType
 from typing import Any
 
 import torch
@@ -17,14 +19,16 @@ from torch import Tensor, nn
 
 from spmdtypes.contracts import Program
 from spmdtypes.drive import is_float, torch_dtype
-from spmdtypes.errors import CannotCheck, blame
+from spmdtypes.errors import CannotCheck, blame, user_place
+from spmdtypes.exits import exits_refused
 from spmdtypes.forking import garbage_left_alone
 from spmdtypes.mesh import Mesh
 from spmdtypes.notation import Type, global_shape
 from spmdtypes.scratch import scratch_mesh
 
 MAX_ELEMENTS = 2_000_000
-PATIENCE = 60.0  # seconds; a program that takes longer is let through
+PATIENCE = 240.0  # seconds; a program that takes longer is let through,
+MAX_WORK = 60.0  # unless it has been computing for as long as this
 
 
 def rehearse(program: Program) -> None:
@@ -61,7 +65,9 @@ def _rehearse(program: Program, answer: Connection) -> None:
         sys.stdout = nowhere
         torch.set_num_threads(1)
         try:
-            with scratch_mesh(Mesh(program.mesh).ones(), real=True) as mesh:
+            signal.signal(signal.SIGPROF, _refuse_endless_loop)
+            signal.setitimer(signal.ITIMER_PROF, MAX_WORK)
+            with exits_refused(), scratch_mesh(Mesh(program.mesh).ones(), real=True) as mesh:
                 _run(program, program.build(mesh), mesh)
         except BaseException as e:
             found = blame(e, f"running {program.name} on one device", program.file, program.line)
@@ -69,6 +75,13 @@ def _rehearse(program: Program, answer: Connection) -> None:
             answer.send((found.message, found.file, found.line, found.excerpt, trace))
         else:
             answer.send(None)
+
+
+def _refuse_endless_loop(_: int, frame: FrameType | None) -> None:
+    place = user_place(frame) or (None, None)
+    raise CannotCheck(
+        f"still computing on one device after {MAX_WORK:.0f} s: is this an endless loop?", *place
+    )
 
 
 def _run(program: Program, module: nn.Module, mesh: Any) -> None:

@@ -34,7 +34,12 @@ def changed(old, new):
 CASES = {
     "syntax error": ("def f(:\n    pass\n", 5, "syntax error: invalid syntax"),
     "import error": ("import no_such_module\n", 5, "ModuleNotFoundError: No module named 'no_such_module'"),
-    "exit while importing": ("raise SystemExit(3)\n", 5, "importing: SystemExit: 3"),
+    "exit while importing": ("raise SystemExit(3)\n", 5, "importing ends the process (exit code 3)"),
+    "hard exit while importing": ("import os\nos._exit(0)\n", 6, "importing ends the process"),
+    "another base exception while importing": ("raise GeneratorExit\n", 5, "importing: GeneratorExit"),
+    "input while importing": ("input('?')\n", 5, "importing: EOFError"),
+    "no mapping as mesh": (changed('{"tp": 2}', "[2]"), 6, "mesh [2]: expected names and sizes"),
+    "a mark on something else": ("program(mesh={'tp': 2})(print)\n", 5, "marks a class or a function, not"),
     "no module found": ("class Net(nn.Module): ...\n", 1, "no program found"),
     "no mesh": (changed('(mesh={"tp": 2})', "()"), 7, "Net has no mesh"),
     "constructor wants something else": (
@@ -46,6 +51,18 @@ CASES = {
         changed("super().__init__()", "super().__init__(); self.n = d / 0"),
         10,
         "constructing Net: ZeroDivisionError: division by zero",
+    ),
+    "constructor exits": (
+        changed("super().__init__()", "import os; os._exit(0)"),
+        10,
+        "constructing Net ends the process",
+    ),
+    "forward exits": (changed("return x", "raise SystemExit; return x"), 13, "ends the process"),
+    "forward exits hard": (changed("return x", "import os; os._exit(0); return x"), 13, "ends the process"),
+    "an exception that cannot be printed": (
+        changed("return x", "raise type('E', (Exception,), {'__str__': None})(); return x"),
+        13,
+        "running Net on one device: E",
     ),
     "constructor makes no such parameter": (
         changed("self.w =", "self.v ="),
@@ -189,3 +206,46 @@ def test_a_bad_file_does_not_hide_the_others(tmp_path, capsys):
     assert main([str(tmp_path)]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert [line.rpartition("/")[2].partition(":")[0] for line in lines] == ["a.py", "b.py"]
+
+
+def test_a_file_that_is_no_text(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.py").write_bytes(b"import spmdtypes\n\0")
+    assert main(["model.py"]) == 2
+    assert capsys.readouterr().err.startswith("model.py:1: error: syntax error: ")
+
+
+def test_the_caret_of_a_long_line(tmp_path, capsys):
+    (tmp_path / "model.py").write_text("x = " + "1 + " * 200 + ")\n")
+    assert main([str(tmp_path / "model.py")]) == 2
+    _, text, caret = capsys.readouterr().err.splitlines()
+    assert max(len(text), len(caret)) < 110
+    assert text[caret.index("^")] == ")"
+
+
+def test_an_endless_loop(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("spmdtypes.rehearsal.MAX_WORK", 0.5)
+    monkeypatch.setattr("spmdtypes.notation.ATTEMPTS", 1)
+    monkeypatch.setattr("spmdtypes.entry.ATTEMPTS", 1)
+    file = write(tmp_path, changed("return x", "\n        while True: pass\n        return x"))
+    assert main([file.name]) == 2
+    assert capsys.readouterr().err.startswith("model.py:14: error: still computing on one device after")
+
+
+def test_interrupted(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    file = write(tmp_path, "raise KeyboardInterrupt\n")
+    assert main([file.name]) == 130
+    assert capsys.readouterr().err == "model.py:5: error: interrupted\n"
+
+
+def test_a_program_that_runs_on_one_device_only(tmp_path, monkeypatch, capfd):
+    """Its sizes fit on the mesh of ones. Libraries log tracebacks of their own."""
+    monkeypatch.chdir(tmp_path)
+    file = write(tmp_path, changed("return x @ self.w", "return x @ self.w + x @ torch.ones(x.shape[1], 12)"))
+    file.write_text(file.read_text().replace('"tp": 2}', '"tp": 2}, dims={"f": 12}'))
+    assert main([file.name]) == 2
+    out, err = capfd.readouterr()
+    assert out.startswith("model.py:13: error: RuntimeError: The size of tensor a (6) must match")
+    assert "Traceback" not in out + err

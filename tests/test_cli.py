@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -156,3 +158,22 @@ def test_version(capsys):
         main(["--version"])
     assert e.value.code == 0
     assert capsys.readouterr().out == f"spmdcheck {spmdtypes.__version__}\n"
+
+
+def test_nothing_but_the_report_reaches_stdout(folder):
+    noisy = "import os, subprocess\nos.write(1, b'noise')\nsubprocess.run(['echo', 'noise'])\n"
+    (folder / "one" / "model.py").write_text(noisy + "raise RuntimeError\n")
+    ran = subprocess.run(
+        [sys.executable, "-m", "spmdtypes.cli", "one/model.py", "--format", "json"],
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 2
+    assert json.loads(ran.stdout)["failures"][0]["line"] == 4
+
+
+def test_a_file_of_a_folder_in_another_encoding(folder, checked, capsys):
+    source = "# coding: latin-1\n# caf\xe9\n" + PROGRAM.replace("NAME", "two")
+    (folder / "two" / "model.py").write_bytes(source.encode("latin-1"))
+    assert main(["two"]) == 0
+    assert checked.seen[0][0].line == 8

@@ -12,6 +12,7 @@ Built as `rich.text.Text`; printed plain where the output is no terminal or NO_C
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from io import StringIO
 from typing import IO
@@ -166,6 +167,8 @@ def render_failure(failure: str | CannotCheck) -> Text:
     head, mark, message = first.partition("error: ")
     out = Text()
     if mark:
+        if at := re.fullmatch(r"(.+):(\d+): ", head):
+            head = f"{shown_path(at[1])}:{at[2]}: "
         out.append(head, "bold")
         out.append("error", _STYLE["error"])
         out.append(f": {message}\n", "bold")

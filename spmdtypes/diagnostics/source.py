@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tokenize
 from functools import lru_cache
+from io import BytesIO
 from pathlib import Path
 
 
@@ -10,9 +12,18 @@ from pathlib import Path
 def source_lines(file: str) -> tuple[str, ...]:
     """All lines, tabs expanded; empty when the file cannot be read."""
     try:
-        return tuple(Path(file).read_text(errors="replace").expandtabs(1).splitlines())
+        return tuple(_decoded(Path(file).read_bytes()).expandtabs(1).splitlines())
     except OSError:
         return ()
+
+
+def _decoded(source: bytes) -> str:
+    """The text of a file in the encoding that its first lines declare."""
+    try:
+        encoding = tokenize.detect_encoding(BytesIO(source).readline)[0]
+    except SyntaxError:
+        encoding = "utf-8"
+    return source.decode(encoding, errors="replace").replace("\r\n", "\n")
 
 
 def line_at(file: str, line: int) -> str | None:
