@@ -116,6 +116,10 @@ def _check_tested(program: Program, options: Options) -> Report:
     found = differential.run(program, seeds=options.seeds, timeout=options.timeout)
     if found.divergence is not None:
         return _report(program, [_diverging(found.divergence, program)], Counter(), None, found)
+    if found.stalled:
+        note = f"could not be tested by running it: {found.failures[0].message}"
+        report = _check_proved(program)
+        return replace(report, assumptions=(*report.assumptions, note))
     if found.failures:
         f = found.failures[0]
         at = f"{f.frames[0].file}:{f.frames[0].line}: " if f.frames else f"{program.file}:{program.line}: "

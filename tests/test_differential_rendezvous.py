@@ -110,3 +110,22 @@ def test_axes_of_a_group() -> None:
     assert group_axes((1, 3, 5, 7), mesh) == ("dp", "cp")
     assert group_axes(range(8), mesh) == ("dp", "cp", "tp")
     assert group_axes((0, 3), mesh) == ()
+
+
+def waiting(*calls: tuple[int, Call]) -> Rendezvous:
+    meeting = Rendezvous(3)
+    for rank, c in calls:
+        assert meeting.issue(rank, c) is None
+    return meeting
+
+
+def test_ranks_that_wait_for_one_that_computes_are_not_stuck() -> None:
+    first, second = (call("all_reduce", group, blocking=False) for group in ((0, 1), (1, 2)))
+    assert waiting((0, first), (1, second)).stuck() is None
+
+
+def test_ranks_that_wait_for_each_other_are_stuck() -> None:
+    left, right = call("all_reduce", (0, 1), blocking=False), call("all_reduce", (0, 1, 2), blocking=False)
+    found = waiting((0, left), (1, right)).stuck()
+    assert found is not None
+    assert (found.reason, found.ranks) == ("deadlock", (0, 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spmdtypes import differential
+from spmdtypes.checker import check_program
 from spmdtypes.contracts import Program
 from spmdtypes.notation import parse
 
@@ -422,3 +424,21 @@ def test_receives_posted_first_are_no_deadlock_and_numbers_count_as_results(keep
     assert found.divergence is None
     assert not found.failures
     assert [(b.name, b.ratio) for b in found.wrong] == [("result:size", 2.0)]
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="CPU time of other processes is not known")
+def test_ranks_that_stop_for_no_reason_of_the_program_are_no_finding() -> None:
+    parent = os.getpid()
+
+    class Stops(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            if os.getppid() == parent and dist.get_rank() == 1:
+                signal.pause()
+            return super().forward(x)
+
+    stops = program(Stops, {"dp": 1, "tp": 2}, **MLP)
+    assert differential.run(stops, seeds=(0,)).stalled
+    report = check_program(stops)
+    assert report.findings == ()
+    assert report.failures == ()
+    assert any("could not be tested" in a for a in report.assumptions)

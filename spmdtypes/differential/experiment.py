@@ -171,6 +171,13 @@ class Experiment:
         return tuple(sorted((b for b in self.borders.values() if not b.ok), key=lambda b: -b.error))
 
     @property
+    def stalled(self) -> bool:
+        """The ranks stood still for no reason in the program: nothing was tested."""
+        from spmdtypes.differential.process import stalled
+
+        return stalled(self.failures)
+
+    @property
     def ok(self) -> bool:
         return not (self.wrong or self.divergence or self.failures)
 

@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, BinaryIO
 
@@ -28,6 +28,7 @@ from spmdtypes.differential.rank import Job, Outcome, join, run_seed
 from spmdtypes.differential.rendezvous import Rendezvous
 from spmdtypes.forking import garbage_left_alone
 
+STALLED = "Stalled"  # the `error` of ranks that had to be given up
 QUIET = 2.0  # seconds without a message or CPU time after which ranks count as stuck
 
 
@@ -45,6 +46,15 @@ class Execution:
     def complete(self) -> bool:
         return self.divergence is None and not self.failures
 
+    @property
+    def stalled(self) -> bool:
+        return stalled(self.failures)
+
+
+def stalled(failures: Sequence[Failure]) -> bool:
+    """Did the ranks stop although their collectives could meet? Then nothing is known of the program."""
+    return bool(failures) and all(f.error == STALLED for f in failures)
+
 
 # what programs commonly pull in late: imported once here, not once in every rank
 _EARLY = (
@@ -59,10 +69,17 @@ _EARLY = (
 
 
 def execute(job: Job, timeout: float) -> Execution:
-    """Run a job on all ranks of its mesh."""
+    """Run a job on all ranks of its mesh. What a fork inherits may hold it up: then once more."""
     for name in _EARLY:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    start = time.monotonic()
+    found = _execute(job, timeout)
+    spent = time.monotonic() - start
+    return _execute(job, timeout) if found.stalled and spent < timeout / 2 else found
+
+
+def _execute(job: Job, timeout: float) -> Execution:
     world = math.prod(job.mesh.values())
     folder = tempfile.mkdtemp(prefix="ranks")
     ranks: list[_Rank] = []
@@ -307,5 +324,5 @@ class _Supervisor:
             return
         for r in self.ranks:
             if r.number not in self.meeting.finished | self.meeting.failed:
-                self.failures.append(Failure(r.number, "run", "TimeoutError", why, (), self._seed, r.tail()))
+                self.failures.append(Failure(r.number, "run", STALLED, why, (), self._seed, r.tail()))
                 self.meeting.fail(r.number)

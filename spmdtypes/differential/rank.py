@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import FileStore, _unregister_all_process_groups
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from spmdtypes.capture import comms
@@ -83,7 +83,7 @@ def join(rank: int, sizes: Mapping[str, int], store: str, timeout: float) -> Dev
     torch.set_default_dtype(torch.float64)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     if dist.is_initialized():
-        dist.destroy_process_group()
+        _abandon_groups()
     world = 1
     for n in sizes.values():
         world *= n
@@ -95,6 +95,25 @@ def join(rank: int, sizes: Mapping[str, int], store: str, timeout: float) -> Dev
         timeout=timedelta(seconds=timeout),
     )
     return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+_ABANDONED: list[object] = []
+
+
+def _abandon_groups() -> None:
+    """Forget process groups inherited from the parent, whose threads do not exist here: to shut them
+    down or to free them may wait for those for ever."""
+    world = dist.distributed_c10d._world
+    _ABANDONED.extend(world.pg_map)
+    dist.distributed_c10d._update_default_pg(None)
+    tables: tuple[dict[Any, Any], ...] = (
+        *(world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config),
+        *(world.pg_to_tag, world.tags_to_pg, world.pg_coalesce_state),
+    )
+    for table in tables:
+        table.clear()
+    _unregister_all_process_groups()
+    world.group_count = 0
 
 
 def run_seed(job: Job, mesh: DeviceMesh, rank: int, index: int, report: Report) -> Outcome:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 
 from spmdtypes.differential.experiment import Call, Divergence, Place
@@ -119,14 +119,38 @@ class Rendezvous:
         return self.stuck()
 
     def stuck(self) -> Divergence | None:
-        """Two ranks that wait in collectives which cannot meet, given that nothing moves any more."""
-        for rank, (call, index) in sorted(self.last.items()):
+        """Two ranks that wait in collectives which cannot meet, given that nothing moves any more.
+
+        None: some rank is held up by something else, and the collectives could all meet.
+        """
+        for rank in sorted(self.last):
             if rank in self.finished or rank in self.failed:
                 continue
-            for other in self._missing(call, index):
-                theirs = self.last[other][0] if other in self.last and other not in self.finished else None
-                return Divergence("deadlock", (rank, other), (call, theirs))
+            for call, index in self._open(rank):
+                for other in self._missing(call, index):
+                    if other in self.finished or rank in self._waited_for(other):
+                        theirs = next((c for c, _ in self._open(other)), None)
+                        return Divergence("deadlock", (rank, other), (call, theirs))
         return None
+
+    def _waited_for(self, rank: int) -> set[int]:
+        """The ranks that have to come first, directly or not."""
+        found: set[int] = set()
+        stack = [rank]
+        while stack:
+            for call, index in self._open(stack.pop()):
+                new = set(self._missing(call, index)) - found
+                found |= new
+                stack += new
+        return found
+
+    def _open(self, rank: int) -> Iterator[tuple[Call, int]]:
+        """The rank's calls that somebody has not come to yet, the last one first."""
+        if rank in self.finished or rank not in self.last:
+            return
+        issued = [self.last[rank]]
+        issued += [(c, i) for queues in self.calls.values() for i, c in enumerate(queues.get(rank, ()))]
+        yield from ((call, index) for call, index in issued if self._missing(call, index))
 
     def _missing(self, call: Call, index: int) -> list[int]:
         queues = self.calls[_queue(call)]
