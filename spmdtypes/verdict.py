@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from spmdtypes.borders import Mismatch, mismatch
-from spmdtypes.core.denotation import Denotation, RuleError
+from spmdtypes.core.denotation import Denotation, RuleError, scale_mul
 from spmdtypes.core.infer import Inference, Problem
 from spmdtypes.graph import Ref
 from spmdtypes.notation import Type
@@ -68,7 +68,7 @@ def _by_rule(
 ) -> Verdict:
     if ref is None:
         return Verdict(border, "unknown", "unknown", None, declared)
-    actual = inference.values.get(ref)
+    actual = _completed(inference.values.get(ref), inference.graph.dtensors.get(border, {}))
     problem = inference.problems.get(ref)
     try:
         shape = _global_shape(declared, actual)
@@ -94,6 +94,18 @@ def _by_rule(
     return Verdict(
         border, "wrong" if wrong else "right", evidence, ref, declared, expected, actual, None, wrong
     )
+
+
+def _completed(actual: Denotation | None, placements: Mapping[str, str]) -> Denotation | None:
+    """A DTensor says itself which sums are pending; whoever reads it completes them."""
+    pending = {a for a, p in placements.items() if p.startswith("P") and "avg" not in p}
+    if actual is None or not pending or actual.op not in ("", "sum"):
+        return actual
+    left = actual.partial - pending
+    # equal on n ranks and summed: n times the local value
+    alike = pending - actual.partial - actual.layout.axes - actual.varying
+    scale = scale_mul(actual.scale, tuple((a, -1) for a in sorted(alike)))
+    return replace(actual.bare(), partial=left, op=actual.op if left else "", scale=scale)
 
 
 def _global_shape(declared: Type, actual: Denotation | None) -> tuple[int, ...]:
