@@ -165,7 +165,8 @@ def _infer_tested(program: Program, found: Experiment) -> _Run:
     graph = aligned.graph
     run = _Run(_infer(program, graph, mesh, found.kept_axes, None), [], found, found.kept_axes)
     run.verdicts = _judge(types, run.inference, mesh, found.borders)
-    if any(v.status != "right" or v.evidence == "tested" for v in run.verdicts):
+    coarse = any(b.coarse for b in found.borders.values())  # readings of rounded values settle nothing
+    if not coarse and any(v.status != "right" or v.evidence == "tested" for v in run.verdicts):
         informed = _infer(program, graph, mesh, found.kept_axes, found.oracle())
         informed.assumptions += [a for a in run.inference.assumptions if a not in informed.assumptions]
         run.inference = informed

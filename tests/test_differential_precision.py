@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spmdtypes import differential
+from spmdtypes.checker import Options, check_program
 from spmdtypes.core.infer import Inference
 from spmdtypes.differential import Border
 from spmdtypes.graph import Graph
@@ -93,3 +94,9 @@ def test_a_coarse_experiment_does_not_overrule_a_proof(monkeypatch: pytest.Monke
     blank = Inference(Graph({}, {}))
     assert verdict.judge("output", Type(()), blank, {}, sharp).status == "right"
     assert verdict.judge("output", Type(()), blank, {}, replace(sharp, coarse=True)).status == "unknown"
+
+
+def test_what_a_coarse_experiment_leaves_open_is_not_called_right() -> None:
+    report = check_program(program(InsistsOnBf16, MESH, **MLP), Options(seeds=(0,)))
+    assert report.counts.get("unknown", 0) > 0
+    assert report.counts.get("tested", 0) == 0
