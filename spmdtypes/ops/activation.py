@@ -62,9 +62,7 @@ def _elu_slope(saved: Expr, alpha: Any, scale: Any, input_scale: Any, is_result:
 
 
 def _softplus(x: Expr, beta: Any = 1, threshold: Any = 20) -> Expr:
-    """The straight line above `threshold` is within rounding of the curve."""
-    curve: Expr = fn("softplus", x * beta) / beta
-    return curve
+    return fn("where", fn("gt", x * beta, threshold), x, fn("softplus", x * beta) / beta)
 
 
 def _shrink(x: Expr, lambd: Any = 0.5) -> Expr:
@@ -101,7 +99,7 @@ _backward("mish_backward", _mish_slope)
 _backward("leaky_relu_backward", lambda x, slope, is_result: fn("where", fn("gt", x, 0), 1, slope))
 _backward(
     "softplus_backward",
-    lambda x, beta, limit: fn("sigmoid", x * beta),
+    lambda x, beta, limit: fn("where", fn("gt", x * beta, limit), 1, fn("sigmoid", x * beta)),
 )
 _backward("hardsigmoid_backward", lambda x: _between(x, -3, 3) / 6)
 _backward("hardswish_backward", lambda x: fn("where", _between(x, -3, 3), x / 3 + 0.5, fn("ge", x, 3)))
