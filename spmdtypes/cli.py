@@ -27,7 +27,7 @@ from spmdtypes.diagnostics.json_format import to_json
 from spmdtypes.diagnostics.render import console_for, render_failure, render_report, render_total, show
 from spmdtypes.errors import CannotCheck, user_frame
 from spmdtypes.exits import nothing_typed, stdout_to_ourselves
-from spmdtypes.mesh import parse_sizes
+from spmdtypes.mesh import Mesh, parse_sizes
 from spmdtypes.notation import NotationError
 from spmdtypes.report import Report
 
@@ -109,7 +109,7 @@ def _settings(args: argparse.Namespace) -> Config:
     changes: dict[str, object] = {}
     try:
         if args.mesh:
-            changes["mesh"] = parse_sizes(args.mesh)
+            changes["mesh"] = Mesh(parse_sizes(args.mesh))
         if args.dim:
             changes["dims"] = config.dims | parse_sizes(",".join(args.dim))
     except NotationError as e:

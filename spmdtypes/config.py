@@ -50,19 +50,27 @@ def load_config(start: Path) -> Config:
     file = find_pyproject(start)
     if file is None:
         return Config()
-    text = file.read_text()
     try:
+        text = file.read_text(encoding="utf-8")
         data = tomllib.loads(text)
+    except (OSError, UnicodeDecodeError) as e:
+        raise CannotCheck(f"cannot read: {e}", file, 1) from e
     except tomllib.TOMLDecodeError as e:
         at = re.search(r"at line (\d+)", str(e))
         raise CannotCheck(f"not valid TOML: {e}", file, int(at[1]) if at else 1) from e
-    table = data.get("tool", {}).get("spmdcheck", {})
+    tool = data.get("tool")
+    table = tool.get("spmdcheck", {}) if isinstance(tool, dict) else {}
+    if not isinstance(table, dict):
+        raise CannotCheck(f"{TABLE} is no table", file, _line_of(text, "spmdcheck"))
     try:
         return Config.model_validate(table)
     except ValidationError as e:
         first = e.errors()[0]
         key = ".".join(str(p) for p in first["loc"])
-        raise CannotCheck(f"{TABLE} {key}: {first['msg']}", file, _line_of(text, str(first["loc"][0]))) from e
+        said = first["msg"]
+        if first["type"] == "extra_forbidden":
+            said = f"no such setting: the settings are {', '.join(Config.model_fields)}"
+        raise CannotCheck(f"{TABLE} {key}: {said}", file, _line_of(text, str(first["loc"][0]))) from e
 
 
 def _line_of(text: str, key: str) -> int:

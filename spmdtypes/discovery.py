@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import hashlib
+import importlib
 import importlib.util
 import io
 import sys
@@ -38,7 +39,7 @@ def discover(paths: Sequence[Path], options: Options | None = None) -> Discovery
     entries: list[Entry] = []
     failures: list[CannotCheck] = []
     for path in paths:
-        named = not path.is_dir()
+        named = not _is_folder(path)
         for file in [path] if named else python_files(path):
             try:
                 found = find_entries(file, options)
@@ -58,6 +59,13 @@ def discover(paths: Sequence[Path], options: Options | None = None) -> Discovery
 
 
 NOTHING = "no program found: annotate a module with Spmd[...] or mark it with @spmdtypes.program(mesh=...)"
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # such as a name that is too long
+        return False
 
 
 def python_files(folder: Path) -> Iterator[Path]:
@@ -103,25 +111,33 @@ def _mentions_type(hint: Any) -> bool:
 
 
 def load(file: Path) -> ModuleType:
-    """Import a file under a name of its own, its folder first on the path. Raises `CannotCheck`."""
-    if not file.exists():
-        raise CannotCheck("no such file", file, 1)
-    path = file.resolve()
+    """Import a file: of a package as its module, else under a name of its own with its folder first on
+    the path. Raises `CannotCheck`."""
+    try:
+        path = file.resolve(strict=True)
+    except FileNotFoundError as e:
+        raise CannotCheck("no such file", file, 1) from e
+    except (OSError, RuntimeError) as e:
+        raise CannotCheck(f"cannot read: {e}", file, 1) from e
     try:
         tree = ast.parse(path.read_bytes(), str(path))
     except SyntaxError as e:
         raise blame(e, "reading", path) from e
     except (OSError, ValueError) as e:
         raise CannotCheck(f"cannot read: {e}", path, 1) from e
-    name = f"{path.stem}_{hashlib.sha1(str(path).encode()).hexdigest()[:8]}"
+    root, name = _package_of(path)
+    if (loaded := sys.modules.get(name)) and getattr(loaded, "__file__", None) == str(path):
+        return loaded
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise CannotCheck("not a Python file", path, 1)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    _make_importable(path.parent)
+    _make_importable(root)
     try:
         with contextlib.redirect_stdout(io.StringIO()), exits_refused():
+            if package := name.rpartition(".")[0]:
+                importlib.import_module(package)
+            sys.modules[name] = module
             spec.loader.exec_module(module)
     except NotationError as e:
         sys.modules.pop(name, None)
@@ -137,15 +153,30 @@ def load(file: Path) -> ModuleType:
 _folders: list[Path] = []
 
 
+def _package_of(path: Path) -> tuple[Path, str]:
+    """The folder to import from and the module's name; a file of no package gets a name of its own."""
+    root, parts = path.parent, [path.stem]
+    while (root / "__init__.py").is_file() and root.name.isidentifier():
+        root, parts = root.parent, [root.name, *parts]
+    if len(parts) == 1 or path.stem == "__init__":
+        return path.parent, f"{path.stem}_{hashlib.sha1(str(path).encode()).hexdigest()[:8]}"
+    return root, ".".join(parts)
+
+
 def _make_importable(folder: Path) -> None:
     """Put `folder` first on the path. A module of the same name as one of its files that came from an
     earlier folder makes room for it; who imported it keeps it."""
     for name, module in list(sys.modules.items()):
         origin = getattr(module, "__file__", None)
-        if "." in name or not origin or Path(origin).parent not in _folders:
+        if "." in name or not origin:
             continue
-        if Path(origin).parent != folder and (folder / f"{name}.py").is_file():
-            del sys.modules[name]
+        package = Path(origin).name == "__init__.py"
+        home = Path(origin).parent.parent if package else Path(origin).parent
+        if home == folder or home not in _folders:
+            continue
+        if (folder / f"{name}.py").is_file() or (folder / name / "__init__.py").is_file():
+            for gone in [n for n in sys.modules if n.partition(".")[0] == name]:
+                del sys.modules[gone]
     if str(folder) in sys.path:
         sys.path.remove(str(folder))
     sys.path.insert(0, str(folder))

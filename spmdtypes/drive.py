@@ -8,8 +8,9 @@ that their gradients are compared like every other. The module stays the user's 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from math import prod
 from typing import Any
 
@@ -95,7 +96,7 @@ def _driven_forward(
         cotangents = {k: inputs.pop(_cotangent(k)) for k in weights if _cotangent(k) in inputs}
         for argument, parameter, t in driver.probes:
             inputs[argument] = _rescaled(getattr(module, parameter), _rescaling(driver, t, sizes))
-        results = by_key(original(**inputs), driver, sizes)
+        results = by_key(call_by_name(original, inputs), driver, sizes)
         if driver.is_loss:
             return results["output"]
         terms = [_weighed(results[k], cotangents[k], w) for k, w in weights.items()]
@@ -103,6 +104,13 @@ def _driven_forward(
         return out | ({"loss": sum(terms[1:], terms[0])} if terms else {})
 
     return forward
+
+
+def call_by_name(function: Callable[..., Any], values: Mapping[str, Any]) -> Any:
+    """Positional-only arguments by position."""
+    parameters = inspect.signature(function).parameters.values()
+    first = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.name in values]
+    return function(*(values[n] for n in first), **{n: v for n, v in values.items() if n not in first})
 
 
 def by_key(result: Any, driver: Driver, sizes: Mapping[str, int]) -> dict[str, Any]:
@@ -113,6 +121,10 @@ def by_key(result: Any, driver: Driver, sizes: Mapping[str, int]) -> dict[str, A
         results = {"output": result}
     elif isinstance(result, Mapping):
         results = dict(result)
+    elif is_dataclass(result) and not isinstance(result, type):
+        results = {f.name: getattr(result, f.name) for f in fields(result)}
+    elif isinstance(result, tuple) and hasattr(result, "_asdict") and not declared.keys() & {"0"}:
+        results = result._asdict()
     elif isinstance(result, tuple | list):
         results = {str(i): r for i, r in enumerate(result)}
     else:

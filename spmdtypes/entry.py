@@ -164,6 +164,7 @@ class _Builder:
         named = {d.size for t in types.values() for d in t.dims or () if isinstance(d.size, str)}
         named |= {t.limit_dim for t in types.values() if t.limit_dim}
         self._refuse_unknown(wanted, named | set(self.declared.dims))
+        self.used = named | {a.name for a in wanted}
         defaults = {a.name: int(a.default) for a in wanted if is_size(a.default)}
         names = tuple(a.name for a in wanted if a.required)
         dims = {**defaults, **self.declared.dims}
@@ -172,6 +173,13 @@ class _Builder:
         except NotationError as e:
             places = [lines[n] for n, t in types.items() if e.text and t.text == e.text and n in lines]
             raise CannotCheck(e.message, self.entry.file, (*places, self.entry.line)[0], e.excerpt) from e
+
+    def _unused(self) -> tuple[str, ...]:
+        """A dim that is given a size, and by its name nothing else: perhaps a typo."""
+        unused = [n for n in self.declared.dims if n not in self.used]
+        return (
+            (f"no type and no constructor names {', '.join(unused)}: the size is unused",) if unused else ()
+        )
 
     def _constructor(self) -> tuple[Argument, ...]:
         """Arguments of the constructor, the mesh and those in `init` left out."""
@@ -196,6 +204,7 @@ class _Builder:
         probes = self._probes(parameters)
         held = {argument for argument, _, _ in probes} | self._function_parameters().keys()
         grads, assumptions = self._grads(parameters)
+        assumptions += self._unused()
         driver = drive.Driver(
             outputs={k: bind(t, self.sizes) for k, t in self.outputs.items()},
             probes=probes,
@@ -225,9 +234,8 @@ class _Builder:
         """Construct on the mesh and on the mesh of ones, and compare."""
         local = self._construct_on(self.mesh)
         whole = self._construct_on(self.mesh.ones())
-        return read_parameters(
-            local, whole, self.mesh, self.declared.params, self.entry.file, self.entry.line
-        )
+        given = {n: self.inputs[n] for n in self._function_parameters()} | dict(self.declared.params)
+        return read_parameters(local, whole, self.mesh, given, self.entry.file, self.entry.line)
 
     def _construct_on(self, sizes: Mesh) -> nn.Module:
         with scratch_mesh(sizes) as mesh:
@@ -349,7 +357,7 @@ class FunctionModule(nn.Module):
     def forward(self, **inputs: Any) -> Any:
         own: dict[str, Any] = {n: p for n, p in self._parameters.items() if n in self._names}
         own |= {n: self._mesh for n in MESH_NAMES if n in self._names}
-        return self._function(**(own | inputs))
+        return drive.call_by_name(self._function, own | inputs)
 
 
 def constructor_of(model: Callable[..., Any]) -> Callable[..., Any] | None:

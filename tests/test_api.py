@@ -1,10 +1,12 @@
+import dataclasses
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import spmdtypes
 import spmdtypes.checker
-from spmdtypes import CannotCheck, P, S, check
+from spmdtypes import CannotCheck, P, S, Spmd, check, program
 from spmdtypes.notation import format_type
 from spmdtypes.report import Report
 
@@ -75,3 +77,19 @@ def test_sizes_that_do_not_fit_are_refused():
 def test_unknown_names_are_attribute_errors():
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = spmdtypes.nonsense
+
+
+def test_a_function_with_a_parameter_positional_only_arguments_and_a_dataclass():
+    """On two axes of one size only the annotation says which of them cuts the parameter."""
+
+    @dataclasses.dataclass
+    class Result:
+        y: Tensor
+
+    @program(mesh={"dp": 2, "tp": 2}, input_grads=(), grads={"dp": "sum"}, output={"y": "b@dp f@tp"})
+    def up(x: Spmd[Tensor, "b@dp d"], /, w: Spmd[nn.Parameter, "f@tp d"]):  # noqa: F722
+        return Result(x @ w.t())
+
+    report = check(up)
+    assert report.ok, str(report)
+    assert not report.assumptions

@@ -177,3 +177,49 @@ def test_a_file_of_a_folder_in_another_encoding(folder, checked, capsys):
     (folder / "two" / "model.py").write_bytes(source.encode("latin-1"))
     assert main(["two"]) == 0
     assert checked.seen[0][0].line == 8
+
+
+def test_a_package_with_relative_imports(folder, checked, capsys):
+    """Two packages of the same name, too."""
+    for top in ("one", "two"):
+        package = folder / top / "pkg" / "sub"
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text("")
+        (package.parent / "__init__.py").write_text("")
+        (package.parent / "helper.py").write_text(f"NAME = '{top}'\n\ndef double(x): return x\n")
+        source = PROGRAM.replace("import helper", "from .. import helper\nfrom pkg.helper import NAME")
+        (package / "model.py").write_text(source.replace('"NAME"', "NAME").replace("def NAME", "def f"))
+    assert main(["one/pkg", "two/pkg/sub/model.py"]) == 0
+    assert [p.name for p, _ in checked.seen] == ["one", "two"]
+    assert "2 programs, 0 errors" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "message"),
+    [
+        (b"[tool.spmdcheck]\nmsh = 1\n", 2, "msh: no such setting: the settings are paths, mesh, dims"),
+        (b"[tool]\nspmdcheck = 1\n", 1, "is no table"),
+        (b"\xff", 1, "cannot read"),
+    ],
+)
+def test_settings_that_cannot_be_read(folder, capsys, text, line, message):
+    (folder / "pyproject.toml").write_bytes(text)
+    assert main(["one/model.py"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"pyproject.toml:{line}: error: ")
+    assert message in err
+
+
+def test_a_mesh_axis_of_size_zero(folder, capsys):
+    assert main(["one/model.py", "--mesh", "dp=0"]) == 2
+    assert capsys.readouterr().err == "error: mesh axis dp has size 0: expected a positive number\n"
+
+
+def test_a_name_that_is_too_long(folder, capsys):
+    assert main(["a" * 300 + ".py"]) == 2
+    assert "cannot read: " in capsys.readouterr().err
+
+
+def test_a_size_that_nothing_uses_is_said(folder, checked, capsys):
+    assert main(["one/model.py", "--dim", "bb=8"]) == 0
+    assert checked.seen[0][0].assumptions[-1] == "no type and no constructor names bb: the size is unused"
