@@ -61,7 +61,7 @@ class Comm:
     """What a collective node does. `axes` are the mesh axes its group spans, outermost first;
     empty when the group is no product of mesh axes (then `ranks` says what it is)."""
 
-    # all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, gather, scatter, send, recv, barrier
+    # all_reduce all_gather reduce_scatter all_to_all broadcast reduce gather scatter send recv barrier
     kind: str
     axes: tuple[str, ...]
     ranks: tuple[int, ...]

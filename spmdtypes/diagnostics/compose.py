@@ -327,7 +327,7 @@ def _context(cause: Cause, graph: Graph, lead: Verdict) -> list[Note]:
 def _declarations(cause: Cause, graph: Graph, most: int = 2) -> list[Note]:
     """Where the parameters whose gradients are wrong were made."""
     wrong = {v.border.partition(":")[2] for v in cause.verdicts}
-    notes = []
+    notes: list[Note] = []
     for node in graph.inputs():
         frames = graph.frames(node)
         if node.name in wrong and frames and len(notes) < most:

@@ -119,7 +119,9 @@ class VocabCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         probs, foreign, local = ctx.saved_tensors
-        own = torch.zeros_like(probs).scatter_(-1, local.unsqueeze(-1), 1.0 - foreign.unsqueeze(-1).to(probs.dtype))
+        own = torch.zeros_like(probs).scatter_(
+            -1, local.unsqueeze(-1), 1.0 - foreign.unsqueeze(-1).to(probs.dtype)
+        )
         return (probs - own) * (grad / probs.shape[0]), None, None
 
 
@@ -193,7 +195,9 @@ def gpt(dp=2, tp=2, vocab=16, seq=4, dim=8, heads=4, layers=2, batch=4):
         name="gpt",
         mesh={"dp": dp, "tp": tp},
         build=lambda mesh: GPT(mesh, vocab, seq, dim, heads, layers),
-        inputs=_types({"ids": f"i64[{batch}@dp {seq}] < {vocab}", "labels": f"i64[{batch}@dp {seq}] < {vocab}"}),
+        inputs=_types(
+            {"ids": f"i64[{batch}@dp {seq}] < {vocab}", "labels": f"i64[{batch}@dp {seq}] < {vocab}"}
+        ),
         params=_types(params),
         output=parse("f32[] | avg@dp"),
         grads={"dp": "avg"},
@@ -226,7 +230,11 @@ class LlamaBlock(nn.Module):
         return x.unflatten(-1, (heads, self.width)).transpose(1, 2)
 
     def attention(self, x, cos, sin):
-        q, k, v = self.split(self.wq(x), self.heads), self.split(self.wk(x), self.kv_heads), self.split(self.wv(x), self.kv_heads)
+        q, k, v = (
+            self.split(self.wq(x), self.heads),
+            self.split(self.wk(x), self.kv_heads),
+            self.split(self.wv(x), self.kv_heads),
+        )
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         groups = self.heads // self.kv_heads
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
@@ -287,7 +295,11 @@ class SplitSequence(torch.autograd.Function):
 
 def llama(dp=2, tp=2, vocab=16, seq=4, dim=16, heads=4, kv_heads=2, ffn=16, layers=2, batch=4):
     kv = dim // heads * kv_heads
-    params = {"embed.weight": f"f32[{vocab}@tp {dim}]", "norm.weight": f"f32[{dim}]", "head": f"f32[{vocab}@tp {dim}]"}
+    params = {
+        "embed.weight": f"f32[{vocab}@tp {dim}]",
+        "norm.weight": f"f32[{dim}]",
+        "head": f"f32[{vocab}@tp {dim}]",
+    }
     for i in range(layers):
         b = f"layers.{i}."
         params |= {
@@ -305,7 +317,9 @@ def llama(dp=2, tp=2, vocab=16, seq=4, dim=16, heads=4, kv_heads=2, ffn=16, laye
         name="llama",
         mesh={"dp": dp, "tp": tp},
         build=lambda mesh: Llama(mesh, vocab, seq, dim, heads, kv_heads, ffn, layers),
-        inputs=_types({"ids": f"i64[{batch}@dp {seq}] < {vocab}", "labels": f"i64[{batch}@dp {seq}] < {vocab}"}),
+        inputs=_types(
+            {"ids": f"i64[{batch}@dp {seq}] < {vocab}", "labels": f"i64[{batch}@dp {seq}] < {vocab}"}
+        ),
         params=_types(params),
         output=parse("f32[] | avg@dp"),
         grads={"dp": "avg"},
@@ -341,7 +355,9 @@ class ContextBlock(nn.Module):
         k, v = GatherKV.apply(self.k(h), self.group), GatherKV.apply(self.v(h), self.group)
         rows = torch.arange(s).unsqueeze(1) + dist.get_rank(self.group) * s
         visible = torch.arange(k.shape[1]).unsqueeze(0) <= rows
-        o = F.scaled_dot_product_attention(self.split(self.q(h)), self.split(k), self.split(v), attn_mask=visible)
+        o = F.scaled_dot_product_attention(
+            self.split(self.q(h)), self.split(k), self.split(v), attn_mask=visible
+        )
         return x + self.o(o.transpose(1, 2).flatten(2))
 
 
