@@ -83,10 +83,13 @@ def gradient_type(program: Program, parameter: str) -> Type:
 
 def batch_axes(program: Program) -> set[str]:
     """Axes that cut the leading dim of inputs and nothing else: each rank along them has its own samples."""
+    # arguments whose gradients are checked stand among the parameters
+    fed = {**program.inputs, **{k: program.params[k] for k in program.input_grads}}
+    own = [t for k, t in program.params.items() if k not in program.input_grads]
     found = set()
     for axis in program.mesh:
-        cuts = {d for t in program.inputs.values() for d, x in enumerate(t.dims or ()) if axis in x.axes}
-        if cuts == {0} and not any(axis in sharding_axes(t) for t in program.params.values()):
+        cuts = {d for t in fed.values() for d, x in enumerate(t.dims or ()) if axis in x.axes}
+        if cuts == {0} and not any(axis in sharding_axes(t) for t in own):
             found.add(axis)
     return found
 

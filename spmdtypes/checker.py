@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
-from spmdtypes.borders import averaged_axes, expected_types, without_axes
+from spmdtypes.borders import averaged_axes, batch_axes, expected_types, without_axes
 from spmdtypes.capture import align
 from spmdtypes.contracts import Program
 from spmdtypes.core import draws
@@ -170,8 +170,18 @@ def _infer_tested(program: Program, found: Experiment) -> _Run:
         informed = _infer(program, graph, mesh, found.kept_axes, found.oracle())
         informed.assumptions += [a for a in run.inference.assumptions if a not in informed.assumptions]
         run.inference = informed
-        run.verdicts = _judge(types, informed, mesh, found.borders)
+        by_rules = {v.border: v for v in run.verdicts}
+        informed_verdicts = _judge(types, informed, mesh, found.borders)
+        run.verdicts = [_explained(v, by_rules.get(v.border)) for v in informed_verdicts]
     return run
+
+
+def _explained(v: Verdict, by_rules: Verdict | None) -> Verdict:
+    """What a run only shows to be wrong, the rules may have explained: equal or unequal random numbers."""
+    if v.status != "wrong" or by_rules is None or by_rules.problem is None or v.problem is None:
+        return v
+    better = v.problem.error.kind == "observed" and by_rules.problem.error.kind == "random"
+    return by_rules if better else v
 
 
 def _border_types(program: Program, graph: Graph, kept: Sequence[str]) -> dict[str, Type]:
@@ -193,11 +203,12 @@ def _infer(
     kept: Sequence[str],
     oracle: Oracle | None,
 ) -> Inference:
-    shown = replace_mesh(graph, mesh)
+    shown, remarks = draws.dealt(replace_mesh(graph, mesh), batch_axes(program) - set(kept))
     inputs = input_denotations(program, graph, mesh, kept)
     averaged = averaged_axes(program) - set(kept)
     found = infer(shown, inputs, registry.build, oracle=oracle, averaged=averaged)
     draws.narrow(found)
+    found.assumptions += remarks
     return found
 
 
@@ -296,22 +307,32 @@ def _axes_in(text: str, inference: Inference) -> list[str]:
     return [a for a in inference.graph.mesh if a in words]
 
 
+_WARNED = (
+    (
+        "mean of per-rank means",
+        "SPMD303",
+        ": every rank divides by its own count, so samples weigh differently",
+    ),
+    (draws.DEALT, "SPMD502", ": fold the rank into the seed to have other ones"),
+)
+
+
 def _warnings(inference: Inference) -> list[Finding]:
     found = []
     for node, text in inference.assumptions:
-        if "mean of per-rank means" in text:
-            frames = place(inference.graph, inference.graph.nodes[node])
-            span = Span.of(frames[0]) if frames else None
-            found.append(
-                Finding(
-                    "SPMD303",
-                    "warning",
-                    f"{text}: every rank divides by its own count, so samples weigh differently",
-                    span,
-                    evidence="assumed",
-                    axes=tuple(_axes_in(text, inference)),
+        for sign, code, more in _WARNED:
+            if sign in text:
+                frames = place(inference.graph, inference.graph.nodes[node])
+                found.append(
+                    Finding(
+                        code,
+                        "warning",
+                        text + more,
+                        Span.of(frames[0]) if frames else None,
+                        evidence="assumed",
+                        axes=tuple(_axes_in(text, inference)),
+                    )
                 )
-            )
     return _one_a_line(found)
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace
+from itertools import combinations
+from math import prod
 from typing import TYPE_CHECKING
 
 from spmdtypes.core.denotation import RuleError
+from spmdtypes.graph import Graph
 
 if TYPE_CHECKING:
     from spmdtypes.core.infer import Inference, Problem
@@ -18,6 +21,29 @@ def same_numbers(axes: Collection[str], alternatives: bool = False) -> RuleError
     names = (" or " if alternatives else ", ").join(sorted(axes))
     text = f"every rank of {names} draws the same numbers for its own part"
     return RuleError("random", text, frozenset(axes))
+
+
+DEALT = "draws the same numbers for its own samples"
+
+
+def dealt(graph: Graph, batch: Collection[str]) -> tuple[Graph, list[tuple[int, str]]]:
+    """Draws for the samples of each rank along `batch` axes, made with equal streams: read as draws of
+    their own, with a remark (node, text) each: equal masks for different samples are odd, not wrong."""
+    nodes, remarks = list(graph.nodes), []
+    for n in graph.nodes:
+        if n.rng is None or not n.ref_outs or n.ref_outs[0] is None or n.outs[0] is None:
+            continue
+        ratio, whole = prod(n.ref_outs[0].shape), prod(n.outs[0].shape)
+        have = set(n.rng_axes or ())
+        need = ratio / max(whole, 1) / prod(graph.mesh.get(a, 1) for a in have)
+        spare = [a for a in graph.mesh if a in batch and a not in have and graph.mesh[a] > 1]
+        for k in range(1, len(spare) + 1):
+            more = next((c for c in combinations(spare, k) if prod(graph.mesh[a] for a in c) == need), None)
+            if more is not None:
+                nodes[n.id] = replace(n, rng_axes=tuple(a for a in graph.mesh if a in have or a in more))
+                remarks.append((n.id, f"every rank of {', '.join(more)} {DEALT}"))
+                break
+    return replace(graph, nodes=nodes) if remarks else graph, remarks
 
 
 def narrow(inference: Inference) -> None:

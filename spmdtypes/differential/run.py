@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from spmdtypes.borders import batch_axes
 from spmdtypes.contracts import Program
 from spmdtypes.differential import precision, streams, values
 from spmdtypes.differential.compare import compare_seed, finite, merge
@@ -133,7 +134,8 @@ def _with_equal_draws(
     """Both run again with numbers that agree, where that makes a difference."""
     mesh, small = ranks.job.mesh, reference.job.mesh
     mine, theirs = _noted(ranks), _noted(reference)
-    plans = {s: streams.plan(mine[s], theirs[s], mesh, small) for s in mine if s in theirs}
+    batch = batch_axes(ranks.job.program)
+    plans = {s: streams.plan(mine[s], theirs[s], mesh, small, batch) for s in mine if s in theirs}
     for_ranks = {s: p.ranks for s, p in plans.items()}
     for_reference = {s: p.reference for s, p in plans.items()}
     if any(streams.changes_anything(mine[s], new) for s, new in for_ranks.items()):

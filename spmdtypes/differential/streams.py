@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,10 +38,13 @@ def plan(
     reference: Sequence[Sequence[Noted]],
     mesh: Mapping[str, int],
     reference_mesh: Mapping[str, int],
+    batch: Collection[str] = (),
 ) -> Plan:
     """What to replace so that a right program's ranks and reference draw the same.
 
-    Numbers for a cut dim are made constant along it: then it does not matter which rank has which part.
+    Ranks along a `batch` axis each have samples of their own: that they draw the same numbers for them
+    (nobody folded the rank into the seed) is odd, but computes no other function. Numbers for a cut dim
+    are made constant along it: then it does not matter which rank has which part.
     """
     out = Plan([{} for _ in ranks], [{} for _ in reference], [])
     keyed = [_by_place(r) for r in ranks]
@@ -55,6 +58,13 @@ def plan(
         wanted = [reference[i][r[key]] for i, r in enumerate(theirs)]
         differing = tuple(a for a in free if _streams_differ(noted, coords, a))
         cut = _cut(noted[0].shape, wanted[0].shape, differing, mesh)
+        spare = [a for a in free if a in batch and a not in differing]
+        for k in range(1, len(spare) + 1):
+            for more in itertools.combinations(spare, k):
+                if cut is None:
+                    dealt = tuple(a for a in free if a in differing or a in more)
+                    cut = _cut(noted[0].shape, wanted[0].shape, dealt, mesh)
+                    differing = dealt if cut is not None else differing
         treatment = "own" if cut is None else "block" if differing else "same"
         first = noted[0]
         out.draws.append(
