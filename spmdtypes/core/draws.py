@@ -31,6 +31,8 @@ def dealt(graph: Graph, batch: Collection[str]) -> tuple[Graph, list[tuple[int, 
     their own, with a remark (node, text) each: equal masks for different samples are odd, not wrong."""
     nodes, remarks = list(graph.nodes), []
     for n in graph.nodes:
+        if n.phase == "other":  # made with the module, for no rank's samples
+            continue
         if n.rng is None or not n.ref_outs or n.ref_outs[0] is None or n.outs[0] is None:
             continue
         ratio, whole = prod(n.ref_outs[0].shape), prod(n.outs[0].shape)

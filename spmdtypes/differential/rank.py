@@ -404,7 +404,12 @@ def _mark_initial(watch: Watch, module: torch.nn.Module, loaded: Iterable[str]) 
     """Random initial values that loaded values have replaced need not agree with anybody's."""
     found = {**dict(module.named_buffers()), **dict(module.named_parameters())}
     places = {_local(found[n]).untyped_storage().data_ptr() for n in loaded}
-    watch.noted = [replace(n, initial=True, value=None) if n.storage in places else n for n in watch.noted]
+    watch.noted = [
+        replace(n, building=True, initial=True, value=None)
+        if n.storage in places
+        else replace(n, building=True)
+        for n in watch.noted
+    ]
 
 
 def infer_types(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Type]:

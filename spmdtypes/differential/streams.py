@@ -58,7 +58,7 @@ def plan(
         wanted = [reference[i][r[key]] for i, r in enumerate(theirs)]
         differing = tuple(a for a in free if _streams_differ(noted, coords, a))
         cut = _cut(noted[0].shape, wanted[0].shape, differing, mesh)
-        spare = [a for a in free if a in batch and a not in differing]
+        spare = [a for a in free if a in batch and a not in differing and not noted[0].building]
         for k in range(1, len(spare) + 1):
             for more in itertools.combinations(spare, k):
                 if cut is None:

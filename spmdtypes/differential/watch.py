@@ -87,6 +87,7 @@ class Noted:
     frames: tuple[Frame, ...]
     storage: int = 0  # address of the memory the numbers were written to
     initial: bool = False  # of a parameter's initial value that a loaded value has replaced
+    building: bool = False  # while the module was made: for no rank's samples
 
 
 class OwnMail:
