@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from spmdtypes.core.simulate import coordinates
 from spmdtypes.graph import Comm, Graph, Lit, Node, Ref
 
 _DTYPES = {
@@ -33,11 +34,6 @@ Coords = dict[str, int]
 Ranks = list[torch.Tensor]
 
 
-def all_coords(mesh: Mapping[str, int]) -> list[Coords]:
-    """Coordinates of every rank, row-major."""
-    return [dict(zip(mesh, c, strict=True)) for c in itertools.product(*map(range, mesh.values()))]
-
-
 def simulate(
     graph: Graph,
     feed: Callable[[Node, Coords], torch.Tensor],
@@ -49,7 +45,7 @@ def simulate(
     `known` are not run. Raises NotImplementedError
     for a node that cannot be run (an unknown namespace, a collective without known axes).
     """
-    coords = all_coords(graph.mesh)
+    coords = coordinates(graph.mesh)
     values: dict[Ref, Ranks] = dict(known or {})
     for node in graph.nodes:
         if Ref(node.id, 0) in values:
@@ -109,7 +105,7 @@ def _named(text: str) -> Any:
 
 def groups(axes: Sequence[str], mesh: Mapping[str, int]) -> list[list[int]]:
     """Row-major rank numbers of every group that spans `axes`, members with the first axis outermost."""
-    coords = all_coords(mesh)
+    coords = coordinates(mesh)
     number = {tuple(c.values()): i for i, c in enumerate(coords)}
     rest = [a for a in mesh if a not in axes]
     found = []
@@ -134,7 +130,7 @@ _REDUCE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def collective(comm: Comm, operands: list[Ranks], mesh: Mapping[str, int]) -> list[Any]:
     """The collective's result on every rank (None where a rank receives nothing)."""
     if comm.kind == "barrier":
-        return [None] * len(all_coords(mesh))
+        return [None] * len(coordinates(mesh))
     if not comm.axes and len(comm.ranks) > 1:
         raise NotImplementedError(f"{comm.kind} over ranks {comm.ranks}, which are no mesh axes")
     local = operands[0]

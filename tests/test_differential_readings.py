@@ -11,7 +11,7 @@ import torch
 from spmdtypes.core import simulate
 from spmdtypes.core.denotation import Denotation
 from spmdtypes.core.layout import Layout
-from spmdtypes.differential.layout import all_coords
+from spmdtypes.core.simulate import coordinates
 from spmdtypes.differential.readings import Observation, holds, positions, search
 
 MESH = {"dp": 2, "tp": 3}
@@ -21,7 +21,7 @@ Rank = dict[str, int]
 
 
 def seen(local: Callable[[Rank], torch.Tensor], whole: torch.Tensor = X) -> Observation:
-    return Observation(MESH, tuple(local(c) for c in all_coords(MESH)), whole)
+    return Observation(MESH, tuple(local(c) for c in coordinates(MESH)), whole)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_an_open_dim_stands_for_a_constant_one() -> None:
 def test_positions_agree_with_the_digit_by_digit_ones() -> None:
     strided = Layout.sharded((2, 3, 2, 6), {1: ("tp",), 3: ("dp",)}, MESH).reshape((4, 3), (12, 6), MESH)
     for layout in (strided, Layout.sharded((11, 6), {0: ("tp",)}, MESH)):
-        for c in all_coords(MESH):
+        for c in coordinates(MESH):
             assert positions(layout, tuple(c.items())).flatten().tolist() == simulate.local_indices(layout, c)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from spmdtypes.core.simulate import coordinates
 from spmdtypes.differential import values
-from spmdtypes.differential.layout import ShapeError, all_coords, assemble, block
+from spmdtypes.differential.layout import ShapeError, assemble, block
 from spmdtypes.differential.streams import plan
 from spmdtypes.differential.values import Regime
 from spmdtypes.differential.watch import Noted
@@ -19,7 +20,7 @@ X = torch.arange(66, dtype=torch.float64).reshape(11, 6)
 @pytest.mark.parametrize("text", ["[11, 6]", "[11@tp, 6]", "[11@dp@tp, 6]", "[11, 6@tp@dp]", "[11@dp, 6@tp]"])
 def test_blocks_put_together_are_the_whole(text: str) -> None:
     type_ = parse(text)
-    parts = [X[block(type_, c, MESH)] for c in all_coords(MESH)]
+    parts = [X[block(type_, c, MESH)] for c in coordinates(MESH)]
     whole = assemble(parts, type_, MESH)
     assert torch.equal(whole.value, X)
     assert whole.spread == 0
@@ -32,7 +33,7 @@ def test_the_first_axis_is_the_outermost() -> None:
 
 
 def test_pending_reductions_are_done_and_replicas_compared() -> None:
-    shares = [X * (c["tp"] + 1) for c in all_coords(MESH)]
+    shares = [X * (c["tp"] + 1) for c in coordinates(MESH)]
     assert torch.equal(assemble(shares, parse("[11, 6] | tp:P"), MESH).value, 6 * X)
     assert torch.equal(assemble(shares, parse("[11, 6] | tp:P(max)"), MESH).value, 3 * X)
     assert assemble(shares, parse("[11, 6]"), MESH).spread > 0
@@ -69,7 +70,7 @@ def noted(stream: str, x: torch.Tensor) -> Noted:
 
 def test_numbers_for_a_cut_dim_are_the_same_wherever_its_parts_are() -> None:
     whole = torch.rand(4, 6)
-    ranks = [[noted(str(c["tp"]), torch.rand(4, 2))] for c in all_coords(MESH)]
+    ranks = [[noted(str(c["tp"]), torch.rand(4, 2))] for c in coordinates(MESH)]
     found = plan(ranks, [[noted("0", whole)]], MESH, {"dp": 1, "tp": 1})
     assert found.draws[0].treatment == "block"
     assert torch.equal(found.reference[0][0], whole[:, :1].expand(4, 6))
@@ -77,7 +78,7 @@ def test_numbers_for_a_cut_dim_are_the_same_wherever_its_parts_are() -> None:
 
 
 def test_one_stream_for_all_shards_is_left_alone() -> None:
-    ranks = [[noted("same", torch.rand(4, 2))] for _ in all_coords(MESH)]
+    ranks = [[noted("same", torch.rand(4, 2))] for _ in coordinates(MESH)]
     found = plan(ranks, [[noted("same", torch.rand(4, 6))]], MESH, {"dp": 1, "tp": 1})
     assert found.draws[0].treatment == "own"
     assert not any(found.ranks)

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import torch
 
+from spmdtypes.borders import sharding_axes
 from spmdtypes.contracts import Program
 from spmdtypes.differential.experiment import Border
-from spmdtypes.differential.layout import ShapeError, assemble, axes_of, distance, reduce_over
+from spmdtypes.differential.layout import ShapeError, assemble, distance, reduce_over
 from spmdtypes.differential.rank import output_type
 from spmdtypes.notation import Type
 
@@ -62,7 +63,7 @@ def after_wrapper(
     out = list(locals_)
     if name.startswith("grad:"):
         for axis, op in program.grads.items():
-            if axis not in axes_of(type_) and len({tuple(t.shape) for t in out}) == 1:
+            if axis not in sharding_axes(type_) and len({tuple(t.shape) for t in out}) == 1:
                 out = reduce_over(out, axis, op, mesh)
     return out
 

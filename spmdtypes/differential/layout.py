@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from spmdtypes.core.simulate import coordinates
 from spmdtypes.notation import Type
 
 Mesh = Mapping[str, int]
 Coords = Mapping[str, int]
-
-
-def all_coords(mesh: Mesh) -> list[dict[str, int]]:
-    """Mesh coordinates of every rank, row-major."""
-    return [dict(zip(mesh, c)) for c in itertools.product(*(range(n) for n in mesh.values()))]
 
 
 def global_shape(type_: Type) -> tuple[int, ...]:
@@ -49,13 +44,9 @@ def local_shape(type_: Type, coords: Coords, mesh: Mesh) -> tuple[int, ...]:
     return tuple(s.stop - s.start for s in block(type_, coords, mesh))
 
 
-def axes_of(type_: Type) -> set[str]:
-    return {a for d in type_.dims or () for a in d.axes}
-
-
 def reduce_over(locals_: Sequence[torch.Tensor], axis: str, op: str, mesh: Mesh) -> list[torch.Tensor]:
     """Every rank's value after a reduction over one axis, in rank order."""
-    coords = all_coords(mesh)
+    coords = coordinates(mesh)
     done: dict[tuple[Any, ...], torch.Tensor] = {}
     out = []
     for c in coords:
@@ -89,7 +80,7 @@ class ShapeError(ValueError):
 
 def assemble(locals_: Sequence[torch.Tensor], type_: Type, mesh: Mesh) -> Whole:
     """Raises `ShapeError`."""
-    coords = all_coords(mesh)
+    coords = coordinates(mesh)
     parts = [t.detach().double() for t in locals_]
     for axis, op in type_.partial:
         if op not in ("I", "V"):

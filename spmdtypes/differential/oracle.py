@@ -8,8 +8,8 @@ from torch import Tensor
 
 from spmdtypes.capture.match import matched
 from spmdtypes.core.denotation import Denotation
+from spmdtypes.core.simulate import coordinates
 from spmdtypes.differential.experiment import Experiment, RankRun
-from spmdtypes.differential.layout import all_coords
 from spmdtypes.differential.readings import Observation, holds, search
 from spmdtypes.graph import Ref
 
@@ -63,7 +63,7 @@ class Oracle:
             by_coords = self._values(self.experiment.ranks, self.tables, seed, ref)
             reference = self._values(self.experiment.reference, self._reference_tables, seed, ref)
             for kept, whole in reference.items():
-                at = [_key({**dict(kept), **c}, self.experiment.mesh) for c in all_coords(self.mesh)]
+                at = [_key({**dict(kept), **c}, self.experiment.mesh) for c in coordinates(self.mesh)]
                 if all(k in by_coords for k in at):
                     parts = tuple(by_coords[k] for k in at)
                     out.append(Observation(self.mesh, parts, whole, self.tolerance))

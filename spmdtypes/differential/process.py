@@ -21,9 +21,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, BinaryIO
 
+from spmdtypes.core.simulate import coordinates
 from spmdtypes.differential import wire
 from spmdtypes.differential.experiment import Divergence, Failure
-from spmdtypes.differential.layout import all_coords
 from spmdtypes.differential.rank import Job, Outcome, join, run_seed
 from spmdtypes.differential.rendezvous import Rendezvous
 from spmdtypes.forking import garbage_left_alone
@@ -221,7 +221,7 @@ class _Supervisor:
     def __init__(self, job: Job, ranks: list[_Rank], timeout: float) -> None:
         self.job, self.ranks = job, ranks
         self.deadline = time.monotonic() + timeout
-        self.coords = all_coords(job.mesh)
+        self.coords = coordinates(job.mesh)
         self.failures: list[Failure] = []
         self.divergence: Divergence | None = None
         self.crossed: list[Divergence] = []

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from spmdtypes.core.denotation import Denotation, RuleError, scale_of_ratio
 from spmdtypes.core.layout import Layout, LayoutError
-from spmdtypes.differential.layout import all_coords
+from spmdtypes.core.simulate import coordinates
 
 PROBE = 32  # elements looked at first
 MAX_STRIDED = 48  # layouts tried per dim cut by strided axes
@@ -43,7 +43,7 @@ class Observation:
 
     @cached_property
     def coords(self) -> list[dict[str, int]]:
-        return all_coords(self.mesh)
+        return coordinates(self.mesh)
 
     @cached_property
     def parts(self) -> list[Tensor]:

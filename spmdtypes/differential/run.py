@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 
 from spmdtypes.borders import batch_axes
 from spmdtypes.contracts import Program
+from spmdtypes.core.simulate import coordinates
 from spmdtypes.differential import precision, streams, values
 from spmdtypes.differential.compare import compare_seed, finite, merge
 from spmdtypes.differential.experiment import Border, Draw, Experiment, RankRun
-from spmdtypes.differential.layout import all_coords
 from spmdtypes.differential.process import Execution, execute
 from spmdtypes.differential.rank import Job, infer_types
 from spmdtypes.differential.watch import Noted
@@ -155,7 +155,7 @@ def _noted(execution: Execution) -> dict[int, list[list[Noted]]]:
 
 def _runs(execution: Execution, mesh: Mapping[str, int]) -> list[RankRun]:
     out = []
-    for rank, (coords, outcomes) in enumerate(zip(all_coords(mesh), execution.outcomes)):
+    for rank, (coords, outcomes) in enumerate(zip(coordinates(mesh), execution.outcomes)):
         error = next((f for f in execution.failures if f.rank == rank), None)
         run_ = RankRun(rank, coords, error)
         for o in outcomes:

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
+from spmdtypes.core.simulate import coordinates
 from spmdtypes.differential.experiment import Draw
-from spmdtypes.differential.layout import all_coords, span
+from spmdtypes.differential.layout import span
 from spmdtypes.differential.watch import Noted
 
 Key = tuple[Any, ...]
@@ -49,7 +50,7 @@ def plan(
     out = Plan([{} for _ in ranks], [{} for _ in reference], [])
     keyed = [_by_place(r) for r in ranks]
     theirs = [_by_place(r) for r in reference]
-    coords = all_coords(mesh)
+    coords = coordinates(mesh)
     free = tuple(a for a in mesh if reference_mesh[a] == 1 and mesh[a] > 1)
     for key in dict.fromkeys(k for r in keyed for k in r):
         if any(key not in r for r in (*keyed, *theirs)):

@@ -7,10 +7,10 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from spmdtypes.borders import without_axes
+from spmdtypes.borders import sharding_axes, without_axes
 from spmdtypes.core.denotation import Denotation, RuleError
 from spmdtypes.differential.experiment import Experiment
-from spmdtypes.differential.layout import axes_of, global_shape
+from spmdtypes.differential.layout import global_shape
 from spmdtypes.differential.oracle import Oracle
 from spmdtypes.graph import Node, Ref
 
@@ -54,7 +54,7 @@ def _expected(experiment: Experiment, border: str, mesh: dict[str, int]) -> Deno
         return None
     pending = type_.partial
     if border.startswith("grad:"):
-        pending += tuple((a, op) for a, op in experiment.grads.items() if a not in axes_of(type_))
+        pending += tuple((a, op) for a, op in experiment.grads.items() if a not in sharding_axes(type_))
     kept = without_axes(replace(type_, partial=pending), experiment.kept_axes, experiment.mesh)
     try:
         return Denotation.from_type(kept, global_shape(kept), mesh)
