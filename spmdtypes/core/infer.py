@@ -6,7 +6,9 @@ import gc
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import prod
+from operator import attrgetter
 from typing import Any, Protocol
 
 from spmdtypes.core import compose, provenance, ranks
@@ -14,7 +16,19 @@ from spmdtypes.core.collectives import collective
 from spmdtypes.core.denotation import NONE, Denotation, RuleError
 from spmdtypes.core.engine import Derivation, Result, derivation
 from spmdtypes.core.layout import Layout
-from spmdtypes.core.same import Fact, all_plain, atom_names, renamed, result_renamed, split
+from spmdtypes.core.same import (
+    Column,
+    Fact,
+    Memo,
+    Patterns,
+    Row,
+    Step,
+    all_plain,
+    atom_names,
+    pattern,
+    renamed,
+    result_renamed,
+)
 from spmdtypes.core.simulate import local_shape
 from spmdtypes.core.spec import Const, Fn, Operand, OpSpec, Out, Var
 from spmdtypes.graph import Graph, Lit, Node, Ref, TensorMeta
@@ -43,7 +57,7 @@ class Problem:
 
 @dataclass
 class Inference:
-    """What is known of every value of `graph`.
+    """What is known of every value of `graph`: a row of facts per node.
 
     `problems`: values without a reading over some axis; one computed from such a value points at the
     same problem. `evidence`: how each value's own step is known: "proved", "assumed", "tested",
@@ -52,13 +66,20 @@ class Inference:
     """
 
     graph: Graph
-    values: dict[Ref, Denotation] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list, repr=False)
     problems: dict[Ref, Problem] = field(default_factory=dict)
-    evidence: dict[Ref, str] = field(default_factory=dict)
     unknown_ops: Counter[str] = field(default_factory=Counter)
     assumptions: list[tuple[int, str]] = field(default_factory=list)
     conflicts: list[tuple[Ref, Denotation, Sequence[Denotation]]] = field(default_factory=list)
     constraints: Counter[tuple[str, int]] = field(default_factory=Counter)
+
+    @cached_property
+    def values(self) -> Mapping[Ref, Denotation]:
+        return Column(self.rows, attrgetter("den"))
+
+    @cached_property
+    def evidence(self) -> Mapping[Ref, str]:
+        return Column(self.rows, attrgetter("evidence"))
 
     def became(self, ref: Ref, axis: str) -> list[tuple[int, str]]:
         """The nodes where this value's standing over `axis` arose, with a sentence each."""
@@ -77,9 +98,10 @@ def infer(
     """What every value of `graph` denotes, given what its inputs denote (by name).
 
     `averaged`: data axes whose loss and gradients the contract averages. `memo` may be shared between
-    calls on graphs over one mesh.
+    calls on graphs over one mesh, with the same rules.
     """
-    run = _Pass(graph, inputs, build_spec, oracle, averaged, {} if memo is None else memo)
+    shared = Memo() if memo is None else memo.setdefault(averaged, Memo())
+    run = _Pass(graph, inputs, build_spec, oracle, averaged, shared)
     collecting = gc.isenabled()
     gc.disable()  # what is made stays, and a collection walks the whole graph
     try:
@@ -93,7 +115,7 @@ def infer(
 
 
 class _Pass:
-    """The state of one pass. Denotations are interned, so memo keys can hold their identities."""
+    """The state of one pass. A step that occurs again, on operands no rule can tell apart, is looked up."""
 
     def __init__(
         self,
@@ -102,15 +124,15 @@ class _Pass:
         build_spec: BuildSpec,
         oracle: Oracle | None,
         averaged: frozenset[str],
-        memo: dict[Any, Any],
+        memo: Memo,
     ) -> None:
         self.graph, self.inputs, self.build_spec = graph, inputs, build_spec
         self.oracle, self.averaged, self.memo = oracle, averaged, memo
         self.mesh = {a: n for a, n in graph.mesh.items() if n > 1}
         self.result = Inference(graph)
-        self.rows: list[tuple[Fact | None, ...]] = []
-        self.settled: dict[Any, tuple[Fact | None, ...]] = {}
-        self.interned: dict[Denotation, Denotation] = memo.setdefault("interned", {})
+        self.rows, self.values = self.result.rows, self.result.values
+        self.patterns = Patterns(memo)
+        self.settled: dict[Any, Step] = {}
         self.counted: set[int] = set()
         self.doubted: set[int] = set()
         self.parted = any(n.apart for n in graph.nodes)
@@ -121,35 +143,52 @@ class _Pass:
     # -- one node -------------------------------------------------------------------------------
 
     def visit(self, node: Node) -> None:
-        key = None
+        key = self._key(node, self.rows)
+        strays = self._strays(node) if self.parted else NONE
+        step = self.settled.get(key)
+        if step is not None and not strays:
+            self.rows.append(step.row)
+            if not step.known:
+                self.result.unknown_ops[node.op] += 1
+            return
         if node.op == "input":
             found = Derivation((self._input(node),))
             free = not any(m is not None and m.requires_grad for m in node.outs)
         elif node.op == "const":
             found, free = Derivation(self._const(node)), True
         else:
-            refs: list[Ref] = []
-            plain = (split(node.args, refs), split(node.kwargs, refs) if node.kwargs else ())
+            refs = tuple(node.refs())
             facts = [self.rows[r.node][r.out] for r in refs]
-            strays = self._strays(node, refs) if self.parted else NONE
             free = all(f is not None and f.grad_free for f in facts)
-            key = self._key(node, plain, facts)
-            known = self.settled.get(key) if not strays else None
-            if known is not None:
-                self._again(node, known)
-                return
-            found = self._derive(node, tuple(refs), facts, key)
-            if strays:
-                found, key = self._of_strays(found, strays), None
-        self._record_all(node, found)
-        row = tuple([self._fact(node, k, meta, free) for k, meta in enumerate(node.outs)])
+            found = self._derive(node, refs, facts, key)
+        if strays:
+            found = self._of_strays(found, strays)
+        row = self._record(node, found, free)
         self.rows.append(row)
-        if key is not None and self.oracle is None and not found.notes and found.known and all_plain(row):
-            self.settled[key] = row
+        if self.oracle is None and not strays and not found.notes and all_plain(row):
+            self.settled[key] = Step(row, found.known)
 
-    def _strays(self, node: Node, refs: Sequence[Ref]) -> frozenset[str]:
+    def _key(self, node: Node, rows: Any) -> Any:
+        """Everything a step's result depends on. `rows[node][out]`: what is known of an operand."""
+        source: Any = None
+        if node.op == "input":
+            source = self.inputs.get(node.name)
+        elif node.op == "const" and node.ref_outs is not None:
+            source = self.patterns.outs(node.ref_outs)
+        return (
+            node.op,
+            pattern(node.args, rows),
+            pattern((node.kwargs,), rows) if node.kwargs else None,
+            self.patterns.outs(node.outs),
+            None if node.comm is None else self.patterns.comm(node.comm),
+            node.rng_axes,
+            self._aligned(node),
+            source,
+        )
+
+    def _strays(self, node: Node) -> frozenset[str]:
         """Axes along which some rank lacks the step that made an operand, though it takes this one."""
-        made = [self.graph.nodes[r.node].apart for r in refs]
+        made = [self.graph.nodes[r.node].apart for r in node.refs()]
         from_root = node.comm is not None and node.comm.root is not None
         return NONE if from_root or not any(made) else frozenset(a for m in made for a in m) - set(node.apart)
 
@@ -159,44 +198,17 @@ class _Pass:
         outs = [d and RuleError("unsupported", text, axes, poisoned=d.poisoned(axes, text)) for d in lost]
         return replace(found, outs=tuple(outs))
 
-    def _again(self, node: Node, row: tuple[Fact | None, ...]) -> None:
-        """A step that occurred before, on equal operands, and had a plain result."""
-        self.rows.append(row)
-        for k, f in enumerate(row):
-            if f is not None:
-                ref = Ref(node.id, k)
-                self.result.values[ref] = f.den
-                self.result.evidence[ref] = "proved"
-
-    def _fact(self, node: Node, k: int, meta: TensorMeta | None, free: bool) -> Fact | None:
-        if meta is None:
-            return None
-        den = self.result.values[Ref(node.id, k)]
-        named = bool((den.value is not None and den.value.keys) or den.guard is not None)
-        key = (id(den), meta.shape, meta.dtype, free if self.averaged else None)
-        lost = bool(den.varying) or Ref(node.id, k) in self.result.problems
-        return Fact(den, key, free, not named and not lost)
-
-    def _key(self, node: Node, plain: Any, facts: Sequence[Fact | None]) -> Any:
-        """Everything a step's result depends on."""
-        return (
-            node.op,
-            plain,
-            tuple([f and f.key for f in facts]),
-            node.outs,
-            node.comm,
-            node.rng_axes,
-            self._aligned(node),
-        )
-
-    def _record_all(self, node: Node, found: Derivation) -> None:
+    def _record(self, node: Node, found: Derivation, free: bool) -> Row:
         for note in found.notes:
             self.result.assumptions.append((node.id, note))
+        row: list[Fact | None] = []
         for k, meta in enumerate(node.outs):
-            if meta is not None:
-                self._record(node, k, meta, found.outs[k] if k < len(found.outs) else None, bool(found.notes))
+            result = found.outs[k] if k < len(found.outs) else None
+            known = None if meta is None else self._fact(node, k, meta, result, bool(found.notes), free)
+            row.append(known)
+        return tuple(row)
 
-    def _record(self, node: Node, k: int, meta: TensorMeta, result: Result, assumed: bool) -> None:
+    def _fact(self, node: Node, k: int, meta: TensorMeta, result: Result, assumed: bool, free: bool) -> Fact:
         ref = Ref(node.id, k)
         if result is None:
             result = RuleError("missing", "nothing is known of this output", frozenset(self.mesh))
@@ -219,14 +231,17 @@ class _Pass:
         else:
             den = self._after_error(node, ref, meta, result)
             evidence = "unknown"
-        self.result.values[ref] = self._intern(self._with_atom(den, ref, meta))
-        self.result.evidence[ref] = evidence
+        den = self._intern(self._with_atom(den, ref, meta))
+        named = bool((den.value is not None and den.value.keys) or den.guard is not None)
+        lost = bool(den.varying) or ref in self.result.problems
+        token = self.memo.token(den, meta, free if self.averaged else None)
+        return Fact(den, evidence, token, free, not named and not lost)
 
     def _after_error(self, node: Node, ref: Ref, meta: TensorMeta, error: RuleError) -> Denotation:
         """Report the error unless it follows from a lost operand; go on with what is still known."""
         inherited = self._inherited(node)
         error = self._softened(node, error)
-        lost = NONE.union(*(self.result.values[r].varying for r in node.refs() if r in self.result.problems))
+        lost = NONE.union(*(self.values[r].varying for r in node.refs() if r in self.result.problems))
         if inherited is None or (
             error.kind not in ("unsupported", "layout", "missing") and not error.axes & lost
         ):
@@ -234,7 +249,7 @@ class _Pass:
         self.result.problems[ref] = inherited
         if error.poisoned is not None and self._fits(error.poisoned, meta):
             return replace(error.poisoned, varying=error.poisoned.varying | lost)
-        axes = error.axes | NONE.union(*(self.result.values[r].axes for r in node.refs()))
+        axes = error.axes | NONE.union(*(self.values[r].axes for r in node.refs()))
         return Denotation(
             Layout.replicated(meta.shape), varying=axes or frozenset(self.mesh), reason=error.message
         )
@@ -250,7 +265,7 @@ class _Pass:
         """`node` multiplies a per-rank mean (a quotient, or its denominator, is the `problem`) by the
         rank's own amount: that may be a right term of a sum again."""
         refs, over = tuple(node.refs()), problem.error.axes
-        dens = [self.result.values[r] for r in refs]
+        dens = [self.values[r] for r in refs]
         lost = [k for k, r in enumerate(refs) if self.result.problems.get(r) == problem]
         own = [
             k
@@ -331,7 +346,7 @@ class _Pass:
         return RuleError("unsupported", text, den.axes or frozenset(self.mesh))
 
     def _intern(self, den: Denotation) -> Denotation:
-        den = self.interned.setdefault(den, den)
+        den = self.memo.interned.setdefault(den, den)
         if id(den) in self.counted:
             return den
         self.counted.add(id(den))
@@ -390,20 +405,18 @@ class _Pass:
     def _derive(
         self, node: Node, refs: tuple[Ref, ...], facts: Sequence[Fact | None], key: Any
     ) -> Derivation:
-        dens = [self.result.values[r] for r in refs]
+        dens = [self.values[r] for r in refs]
         free = tuple(f is not None and f.grad_free for f in facts)
         streams = frozenset(a for a in node.rng_axes or () if a in self.mesh)
         names = atom_names(dens)
         if names:
             dens = [self._intern(renamed(d, names)) for d in dens]
-            same = [f and replace(f, key=(id(d), *f.key[1:])) for f, d in zip(facts, dens)]
-            key = self._key(node, key[1], same)
-        found: Derivation | None = self.memo.get(key)
+            key = self._key(node, self._renamed_rows(refs, facts, dens))
+        found = self.memo.derived.get(key)
         if found is None:
             found = self._fresh(node, refs, dens, free, streams)
-            if found.known:
-                outs = tuple(self._intern(o) if isinstance(o, Denotation) else o for o in found.outs)
-                found = self.memo[key] = replace(found, outs=outs)
+            outs = tuple(self._intern(o) if isinstance(o, Denotation) else o for o in found.outs)
+            found = self.memo.derived[key] = replace(found, outs=outs)
         if not found.known:
             self.result.unknown_ops[node.op] += 1
         if names:
@@ -411,10 +424,21 @@ class _Pass:
             found = Derivation(tuple(result_renamed(o, back) for o in found.outs), found.notes)
         return self._read_through(node, refs, found) if names and node.comm is None else found
 
+    def _renamed_rows(
+        self, refs: Sequence[Ref], facts: Sequence[Fact | None], dens: Sequence[Denotation]
+    ) -> dict[int, dict[int, Fact]]:
+        rows: dict[int, dict[int, Fact]] = defaultdict(dict)
+        for r, f, d in zip(refs, facts, dens):
+            meta = self.graph.meta(r)
+            assert f is not None and meta is not None
+            token = self.memo.token(d, meta, f.grad_free if self.averaged else None)
+            rows[r.node][r.out] = replace(f, den=d, token=token)
+        return rows
+
     def _read_through(self, node: Node, refs: tuple[Ref, ...], found: Derivation) -> Derivation:
         """What has no reading by its operands may have one by what these were made of."""
         outs = list(found.outs)
-        loose = {r for r in refs if (d := self.result.values[r]).varying and d.guard and not d.value}
+        loose = {r for r in refs if (d := self.values[r]).varying and d.guard and not d.value}
         for k, was in enumerate(outs) if loose else ():
             if was is None or (isinstance(was, Denotation) and not was.varying):
                 continue
@@ -423,7 +447,7 @@ class _Pass:
             if deeper is None:
                 continue
             out, operands = deeper
-            dens = [self.result.values[r] for r in operands]
+            dens = [self.values[r] for r in operands]
             spec = OpSpec.of(out)
             (better,) = derivation(spec, dens, self.mesh, aligned=self._aligned(node)).outs
             if isinstance(better, Denotation) and not better.varying:
@@ -432,16 +456,14 @@ class _Pass:
 
     def _spec(self, node: Node, refs: Sequence[Ref]) -> OpSpec | None:
         try:
-            return self.build_spec(
-                node, [self._operand(k, r, self.result.values[r]) for k, r in enumerate(refs)]
-            )
+            return self.build_spec(node, [self._operand(k, r, self.values[r]) for k, r in enumerate(refs)])
         except ValueError:
             return None
 
     def _described(self, ref: Ref, loose: bool = False) -> tuple[Out, tuple[Ref, ...]] | None:
         """How a value is computed, in index notation over the operands of its node."""
         node, refs = self.graph.nodes[ref.node], tuple(self.graph.nodes[ref.node].refs())
-        den = self.result.values.get(ref)
+        den = self.values.get(ref)
         if loose and (den is None or not den.varying or den.value is not None):
             return None
         if node.op in ("input", "const") or node.comm is not None or not refs:

@@ -2,50 +2,145 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 from spmdtypes.core import ranks
 from spmdtypes.core.denotation import Denotation
-from spmdtypes.core.engine import Result
-from spmdtypes.graph import Ref
+from spmdtypes.core.engine import Derivation, Result
+from spmdtypes.graph import Comm, Lit, Ref, TensorMeta
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """What later steps ask of a value. `key`: equal for values that no rule can tell apart. `plain`: it
-    has a reading, which speaks of no integer tensor in particular."""
+    """What is known of a value. `token`: one object for all values that no rule can tell apart. `plain`:
+    it has a reading, which speaks of no integer tensor in particular."""
 
     den: Denotation
-    key: tuple[Any, ...]
+    evidence: str
+    token: object
     grad_free: bool
     plain: bool
 
 
-def all_plain(row: Sequence[Fact | None]) -> bool:
+Row = tuple[Fact | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The outputs of a step that may occur again. `known`: its op has a rule."""
+
+    row: Row
+    known: bool
+
+
+def all_plain(row: Row) -> bool:
     return all(f is None or f.plain for f in row)
 
 
-def split(x: Any, refs: list[Ref]) -> Any:
-    """An argument without the identities of its operands, hashable; these are added to `refs`."""
+class Column(Mapping[Ref, T]):
+    """One field of the facts: of every value, in program order."""
+
+    def __init__(self, rows: Sequence[Row], read: Callable[[Fact], T]) -> None:
+        self.rows, self.read = rows, read
+
+    def __getitem__(self, ref: Ref) -> T:
+        fact = self.rows[ref.node][ref.out] if 0 <= ref.node < len(self.rows) else None
+        if fact is None:
+            raise KeyError(ref)
+        return self.read(fact)
+
+    def __iter__(self) -> Iterator[Ref]:
+        return (Ref(n, k) for n, row in enumerate(self.rows) for k, f in enumerate(row) if f is not None)
+
+    def __len__(self) -> int:
+        return sum(f is not None for row in self.rows for f in row)
+
+
+@dataclass(slots=True)
+class Memo:
+    """What passes over graphs of one mesh may share. Denotations are interned, so that an identity
+    stands for one; `tokens` are numbered by denotation, shape, dtype, and freedom of gradients."""
+
+    derived: dict[Any, Derivation] = field(default_factory=dict)
+    interned: dict[Denotation, Denotation] = field(default_factory=dict)
+    tokens: dict[Any, object] = field(default_factory=dict)
+    metas: dict[TensorMeta | None, int] = field(default_factory=dict)
+    comms: dict[Any, int] = field(default_factory=dict)
+
+    def token(self, den: Denotation, meta: TensorMeta, free: bool | None) -> object:
+        """`den` is interned. `free` is None when no rule asks."""
+        key = (id(den), meta.shape, meta.dtype, free)
+        found = self.tokens.get(key)
+        if found is None:
+            found = self.tokens[key] = object()
+        return found
+
+
+class Patterns:
+    """What the result of a step depends on, apart from its operands, as small hashable keys.
+
+    Metas and collectives are known by identity after their first use: the graph outlives this.
+    """
+
+    def __init__(self, memo: Memo) -> None:
+        self.memo = memo
+        self.metas: dict[int, int] = {}
+
+    def outs(self, metas: Sequence[TensorMeta | None]) -> tuple[int, ...]:
+        try:
+            return tuple([self.metas[id(m)] for m in metas])
+        except KeyError:
+            known = self.memo.metas
+            self.metas.update((id(m), known.setdefault(m, len(known))) for m in metas)
+            return tuple([self.metas[id(m)] for m in metas])
+
+    def comm(self, c: Comm) -> int:
+        """Ranks count only where they are no product of axes: a group may have thousands."""
+        ranks = len(c.ranks) if c.axes else c.ranks
+        key = (c.kind, c.axes, ranks, c.reduce_op, c.factor, c.splits, c.root, c.in_place)
+        known = self.memo.comms
+        return known.setdefault(key, len(known))
+
+
+def pattern(args: Iterable[Any], rows: Any) -> tuple[Any, ...]:
+    """Arguments, hashable, with the token of `rows[node][out]` in place of each operand."""
+    out: list[Any] = []
+    for x in args:
+        kind = type(x)
+        if kind is Ref:
+            fact = rows[x.node][x.out]
+            out.append(Ref if fact is None else fact.token)
+        elif kind is int or kind is str or x is None:
+            out.append(x)
+        elif kind is tuple or kind is list:
+            out.append(pattern(x, rows))
+        else:
+            out.append(_literal(x, rows))
+    return tuple(out)
+
+
+def _literal(x: Any, rows: Any) -> Any:
     kind = type(x)
-    if kind is Ref:
-        refs.append(x)
-        return Ref
-    if kind is int or kind is str or x is None:
-        return x
-    if kind is tuple or kind is list:
-        return tuple([split(y, refs) for y in x])
+    if kind is Lit:
+        return (Lit, _number(x.local), _number(x.ref), x.rank, x.affine)
     if kind is bool or kind is float:
-        return (kind, repr(x))
+        return _number(x)
     if isinstance(x, dict):
-        return tuple([(k, split(v, refs)) for k, v in x.items()])
+        return tuple([(k, *pattern((v,), rows)) for k, v in x.items()])
     try:
         hash(x)
     except TypeError:
         return repr(x)
     return x
+
+
+def _number(x: Any) -> Any:
+    """Equal only for equal numbers of one kind: 1, 1.0, True and 0.0, -0.0 differ."""
+    return x if type(x) is int else (type(x), repr(x))
 
 
 def atom_names(dens: Sequence[Denotation]) -> dict[Any, Any]:
