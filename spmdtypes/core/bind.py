@@ -74,8 +74,7 @@ class Env:
     # -- binding --------------------------------------------------------------------------------
 
     def put(self, vars: Sequence[Var], layout: Layout, operand: int, dims: Sequence[int]) -> None:
-        for group in layout.blocks:
-            own = layout.restrict(group)
+        for group, own in layout.parts:
             mine = tuple(vars[k] for k in group)
             if own.open and mine[0] in self.chosen:
                 own = own.shard_open(0, self.chosen[mine[0]], self.mesh)

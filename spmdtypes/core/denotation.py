@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 from spmdtypes.core.layout import Layout, LayoutError
@@ -233,23 +233,24 @@ def scale_of_ratio(ratio: Fraction, mesh: Mapping[str, int], prefer: frozenset[s
     """`ratio` as a product of axis sizes to the powers +-1, few and preferred axes first."""
     if ratio == 1:
         return ()
-    free = [a for a, n in mesh.items() if n > 1]
-    best: tuple[tuple[int, int], Scale] | None = None
-    for code in range(1, 3 ** len(free)):
-        powers, rest = [], code
-        for a in free:
-            rest, k = divmod(rest, 3)
-            powers.append((a, (0, 1, -1)[k]))
-        value = Fraction(1)
-        for a, k in powers:
-            value *= Fraction(mesh[a]) ** k
-        if value != ratio:
-            continue
-        used = tuple(sorted((a, k) for a, k in powers if k))
-        cost = (len(used), -sum(a in prefer for a, _ in used))
-        if best is None or cost < best[0]:
-            best = (cost, used)
-    return best[1] if best else None
+    found = _products(tuple([(a, n) for a, n in mesh.items() if n > 1])).get(ratio, ())
+    return min(found, key=lambda used: (len(used), -sum(a in prefer for a, _ in used)), default=None)
+
+
+@lru_cache(maxsize=256)
+def _products(sizes: tuple[tuple[str, int], ...]) -> dict[Fraction, list[Scale]]:
+    """Every product of axis sizes to the powers +-1, and the ways to have it."""
+    powers: list[tuple[int, int, Scale]] = [(1, 1, ())]
+    for a, n in reversed(sizes):
+        powers = [
+            (p * up, q * down, ((a, k), *used) if k else used)
+            for p, q, used in powers
+            for up, down, k in ((1, 1, 0), (n, 1, 1), (1, n, -1))
+        ]
+    found: dict[Fraction, list[Scale]] = {}
+    for p, q, used in powers[1:]:
+        found.setdefault(Fraction(p, q), []).append(tuple(sorted(used)))
+    return found
 
 
 def show_scale(s: Scale) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 
 Dims = tuple[tuple[int, ...], ...]
@@ -90,25 +90,7 @@ class Layout:
     @classmethod
     def join(cls, parts: Sequence[tuple[Layout, Sequence[int]]], ndim: int) -> Layout:
         """Layouts side by side: part dims go to the named dims of the result; the rest have size 1."""
-        w = _Work([[] for _ in range(ndim)], [[] for _ in range(ndim)], {}, {}, {}, {}, {})
-        for part, dims in parts:
-            p, base = _Work.of(part), len(w.size)
-            w.size.update({g + base: n for g, n in p.size.items()})
-            for k, d in enumerate(dims):
-                w.home[d] = [g + base for g in p.home[k]]
-                w.local[d] = [g + base for g in p.local[k]]
-                if k in p.open:
-                    w.open[d] = p.open[k]
-                if k in p.uneven:
-                    w.uneven[d] = p.uneven[k]
-            for a, gs in p.axis.items():
-                if a in w.axis:
-                    raise LayoutError(
-                        f"two dims of one value are sharded over {a}: only diagonal blocks exist"
-                    )
-                w.axis[a] = [g + base for g in gs]
-            w.fixed.update({g + base: v for g, v in p.fixed.items()})
-        return w.freeze()
+        return _joined(tuple([(part, tuple(dims)) for part, dims in parts]), ndim)
 
     # -- reading --------------------------------------------------------------------------------
 
@@ -212,17 +194,12 @@ class Layout:
 
     def restrict(self, dims: Sequence[int]) -> Layout:
         """The layout of these dims alone (a union of blocks), in the given order."""
-        w, keep = _Work.of(self), [g for d in dims for g in self.home_digits[d]]
-        out = _Work(
-            [w.home[d] for d in dims],
-            [w.local[d] for d in dims],
-            {a: gs for a, gs in w.axis.items() if gs[0] in keep},
-            {g: w.size[g] for g in keep},
-            {k: w.open[d] for k, d in enumerate(dims) if d in w.open},
-            {g: v for g, v in w.fixed.items() if g in keep},
-            {k: w.uneven[d] for k, d in enumerate(dims) if d in w.uneven},
-        )
-        return out.freeze()
+        return _restricted(self, tuple(dims))
+
+    @cached_property
+    def parts(self) -> tuple[tuple[tuple[int, ...], Layout], ...]:
+        """The layout of every block alone."""
+        return tuple([(dims, _restricted(self, dims)) for dims in self.blocks])
 
     # -- moves ----------------------------------------------------------------------------------
 
@@ -319,6 +296,42 @@ class Layout:
         ]
         text = "[" + "*".join(parts) + "]"
         return text if self.is_proper(d) else text + "?"
+
+
+@lru_cache(maxsize=1 << 14)
+def _restricted(x: Layout, dims: tuple[int, ...]) -> Layout:
+    w, keep = _Work.of(x), [g for d in dims for g in x.home_digits[d]]
+    out = _Work(
+        [w.home[d] for d in dims],
+        [w.local[d] for d in dims],
+        {a: gs for a, gs in w.axis.items() if gs[0] in keep},
+        {g: w.size[g] for g in keep},
+        {k: w.open[d] for k, d in enumerate(dims) if d in w.open},
+        {g: v for g, v in w.fixed.items() if g in keep},
+        {k: w.uneven[d] for k, d in enumerate(dims) if d in w.uneven},
+    )
+    return out.freeze()
+
+
+@lru_cache(maxsize=1 << 14)
+def _joined(parts: tuple[tuple[Layout, tuple[int, ...]], ...], ndim: int) -> Layout:
+    w = _Work([[] for _ in range(ndim)], [[] for _ in range(ndim)], {}, {}, {}, {}, {})
+    for part, dims in parts:
+        p, base = _Work.of(part), len(w.size)
+        w.size.update({g + base: n for g, n in p.size.items()})
+        for k, d in enumerate(dims):
+            w.home[d] = [g + base for g in p.home[k]]
+            w.local[d] = [g + base for g in p.local[k]]
+            if k in p.open:
+                w.open[d] = p.open[k]
+            if k in p.uneven:
+                w.uneven[d] = p.uneven[k]
+        for a, gs in p.axis.items():
+            if a in w.axis:
+                raise LayoutError(f"two dims of one value are sharded over {a}: only diagonal blocks exist")
+            w.axis[a] = [g + base for g in gs]
+        w.fixed.update({g + base: v for g, v in p.fixed.items()})
+    return w.freeze()
 
 
 def axes_for_ratio(local: int, ref: int, mesh: Mapping[str, int], used: set[str]) -> tuple[str, ...] | None:
