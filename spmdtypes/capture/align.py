@@ -228,7 +228,9 @@ def _calls(g: Graph, members: set[int]) -> list[Node]:
     return [
         n
         for n in g.nodes
-        if n.comm is not None and n.comm.kind not in _POINT_TO_POINT and members <= set(n.comm.ranks)
+        if n.comm is not None
+        and n.comm.kind not in _POINT_TO_POINT
+        and all(m in n.comm.ranks for m in members)  # a group may have thousands: no set of each
     ]
 
 

@@ -170,17 +170,17 @@ class _Pass:
 
     def _key(self, node: Node, rows: Any) -> Any:
         """Everything a step's result depends on. `rows[node][out]`: what is known of an operand."""
-        source: Any = None
-        if node.op == "input":
+        op, kwargs, comm, source = node.op, node.kwargs, node.comm, None
+        if op == "input":
             source = self.inputs.get(node.name)
-        elif node.op == "const" and node.ref_outs is not None:
+        elif op == "const" and node.ref_outs is not None:
             source = self.patterns.outs(node.ref_outs)
         return (
-            node.op,
+            op,
             pattern(node.args, rows),
-            pattern((node.kwargs,), rows) if node.kwargs else None,
+            pattern((kwargs,), rows) if kwargs else None,
             self.patterns.outs(node.outs),
-            None if node.comm is None else self.patterns.comm(node.comm),
+            None if comm is None else self.patterns.comm(comm),
             node.rng_axes,
             self._aligned(node),
             source,

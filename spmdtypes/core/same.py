@@ -91,12 +91,13 @@ class Patterns:
         self.metas: dict[int, int] = {}
 
     def outs(self, metas: Sequence[TensorMeta | None]) -> tuple[int, ...]:
+        found = self.metas
         try:
-            return tuple([self.metas[id(m)] for m in metas])
+            return (found[id(metas[0])],) if len(metas) == 1 else tuple([found[id(m)] for m in metas])
         except KeyError:
             known = self.memo.metas
-            self.metas.update((id(m), known.setdefault(m, len(known))) for m in metas)
-            return tuple([self.metas[id(m)] for m in metas])
+            found.update([(id(m), known.setdefault(m, len(known))) for m in metas])
+            return tuple([found[id(m)] for m in metas])
 
     def comm(self, c: Comm) -> int:
         """Ranks count only where they are no product of axes: a group may have thousands."""
