@@ -170,7 +170,8 @@ class _Pass:
 
     def _key(self, node: Node, rows: Any) -> Any:
         """Everything a step's result depends on. `rows[node][out]`: what is known of an operand."""
-        op, kwargs, comm, source = node.op, node.kwargs, node.comm, None
+        op, kwargs, comm = node.op, node.kwargs, node.comm
+        source: Denotation | tuple[int, ...] | None = None
         if op == "input":
             source = self.inputs.get(node.name)
         elif op == "const" and node.ref_outs is not None:
