@@ -67,6 +67,16 @@ def _frames(tb: TracebackType | None) -> list[tuple[str, int]]:
     return [f for f in frames if _is_ours(f[0]) or not _is_library(f[0])]
 
 
+def is_own_file(filename: str) -> bool:
+    """One of this package's?"""
+    return _is_ours(filename)
+
+
+def is_user_file(filename: str) -> bool:
+    """Neither ours, nor Python's, nor an installed package's?"""
+    return not (_is_ours(filename) or _is_library(filename))
+
+
 def _is_library(filename: str) -> bool:
     """Python's own, or an installed package's."""
     return any(part in filename for part in _LIBRARY) or filename.startswith(sys.base_prefix + "/lib")

@@ -31,10 +31,12 @@ _KEPT = ("comm.", "aten._local_scalar_dense", "aten.nonzero", "aten.equal", "ate
 
 @dataclass
 class Functional:
-    """A pure graph and where each recorded value went: `values` as recorded, by `Ref`."""
+    """A pure graph and where each recorded value went: `values` as recorded, by `Ref`; `origins[ref]` is
+    the (raw node, output) that first gave it."""
 
     graph: Graph
     values: dict[Ref, Tensor] = field(default_factory=dict)
+    origins: dict[Ref, tuple[int, int]] = field(default_factory=dict)
 
 
 def functionalise(rec: Recorder, outputs: Mapping[str, View | Res]) -> Functional:
@@ -57,6 +59,7 @@ class _Functionaliser:
         self.raw = Raw("")
         self.index = 0
         self.metas: dict[tuple[tuple[int, ...], str], TensorMeta] = {}
+        self.renamed: dict[Ref, Ref] = {}  # what an input was computed as, before it became one
         self.visitors: dict[str, Callable[[Raw], None]] = {
             "source": self._source,
             "bind": self._bind,
@@ -146,8 +149,11 @@ class _Functionaliser:
 
     def _bind(self, raw: Raw) -> None:
         (view,) = raw.outs
+        before = self.memory.read(view) if raw.kwargs and self.memory.knows(view) else None
         node = self.emit("input", (), {}, (raw.meta,))
         node.name = raw.name
+        if before is not None:
+            self.renamed[before] = Ref(node.id)
         self._store(view, Ref(node.id))
         self.produced(0, Ref(node.id))
 
@@ -358,6 +364,8 @@ class _Functionaliser:
 
     def close(self, outputs: dict[str, Ref]) -> Functional:
         """Drop dead nodes, renumber, and point backward nodes at surviving forward ones."""
+        if self.renamed:
+            self._rename(outputs)
         alive = [n.op.startswith(_KEPT) or n.op == "input" for n in self.nodes]
         for ref in outputs.values():
             alive[ref.node] = True
@@ -386,7 +394,33 @@ class _Functionaliser:
         graph.notes = list(rec.notes)
         graph.hazards = _hazards(rec)
         values = {_renumber(r, number, refs): v for r, v in self.values.items() if r.node in number}
-        return Functional(graph, values)
+        origins: dict[Ref, tuple[int, int]] = {}
+        for key, ref in self.raw_refs.items():
+            if ref.node in number and rec.trace[key[0]].op != "source":
+                origins.setdefault(_renumber(ref, number, refs), key)
+        return Functional(graph, values, origins)
+
+    def _rename(self, outputs: dict[str, Ref]) -> None:
+        """Whoever read a value that later became an input reads the input, which comes first."""
+        for n in self.nodes:
+            n.args = _replaced(n.args, self.renamed)
+            n.kwargs = {k: _replaced(v, self.renamed) for k, v in n.kwargs.items()}
+        for name, ref in outputs.items():
+            outputs[name] = self.renamed.get(ref, ref)
+        first = {r.node for r in self.renamed.values()}
+        order = [n for n in self.nodes if n.id in first] + [n for n in self.nodes if n.id not in first]
+        number = {n.id: i for i, n in enumerate(order)}
+        refs: dict[Ref, Ref] = {}
+        for n in order:
+            n.args = _renumber(n.args, number, refs)
+            n.kwargs = {k: _renumber(v, number, refs) for k, v in n.kwargs.items()}
+        for i, n in enumerate(order):
+            n.id = i
+        self.nodes = order
+        for name, ref in outputs.items():
+            outputs[name] = _renumber(ref, number, refs)
+        self.raw_refs = {k: _renumber(r, number, refs) for k, r in self.raw_refs.items()}
+        self.values = {_renumber(r, number, refs): v for r, v in self.values.items()}
 
     def _forward(self, raw_index: int | None, number: dict[int, int]) -> int | None:
         if raw_index is None:
@@ -402,6 +436,12 @@ def _refs(x: Any) -> list[Ref]:
     if isinstance(x, Ref):
         return [x]
     return [r for y in x for r in _refs(y)] if isinstance(x, tuple) else []
+
+
+def _replaced(x: Any, new: dict[Ref, Ref]) -> Any:
+    if type(x) is Ref:
+        return new.get(x, x)
+    return tuple([_replaced(y, new) for y in x]) if type(x) is tuple else x
 
 
 def _renumber(x: Any, number: dict[int, int], refs: dict[Ref, Ref]) -> Any:

@@ -40,6 +40,30 @@ class Patches:
                 if space.get(name) is old:
                     self.set(module, name, new)
 
+    def by_value(self, old: Any, new: Any) -> None:
+        """Replace an object under whatever name a module has it, this package's aside."""
+        for name, module in list(sys.modules.items()):
+            space = getattr(module, "__dict__", None)
+            if space is not None and not name.startswith(__package__):
+                for key in [k for k, v in list(space.items()) if v is old]:
+                    self.set(module, key, new)
+
+    def item(self, table: Any, key: Any, value: Any) -> None:
+        """Replace an entry of a dict."""
+        before = table.get(key, _MISSING)
+
+        def undo() -> None:
+            if before is _MISSING:
+                table.pop(key, None)
+            else:
+                table[key] = before
+
+        table[key] = value
+        self._undo.append(undo)
+
+    def on_undo(self, callback: Callable[[], Any]) -> None:
+        self._undo.append(callback)
+
     def environ(self, values: dict[str, str]) -> None:
         for key, value in values.items():
             before = os.environ.get(key)
