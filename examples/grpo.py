@@ -178,9 +178,7 @@ def main() -> None:
 
             mean_loss = total(loss)
             if dist.get_rank() == 0:
-                print(
-                    f"step {step}.{update} loss {mean_loss:.6f} grad norm {norm:.6f} divergence {drift:.6f}"
-                )
+                print(f"step {step}.{update} loss {mean_loss:.6f} norm {norm:.6f} divergence {drift:.6f}")
 
     dist.destroy_process_group()
 
