@@ -1,6 +1,7 @@
 """What each border of a program must denote, and whether a denotation says so.
 
-A border is a value the contract speaks of: "output", "grad:<fqn>", "param:<fqn>", "result:<key>".
+A border is a value the contract speaks of: "output", "grad:<fqn>", "param:<fqn>", "result:<key>", and of
+scripts "state:<fqn>.<key>" (of an optimizer), "norm:<what>", "metric:<place>".
 """
 
 from __future__ import annotations
@@ -58,6 +59,10 @@ def expected_types(program: Program, borders: Iterable[str]) -> dict[str, Type]:
             found[name] = gradient_type(program, key)
         elif kind == "result":
             found[name] = program.results.get(key) or program.params.get(key) or Type(())
+        elif kind == "param" and key in program.params:
+            found[name] = program.params[key]
+        elif name in program.results:
+            found[name] = program.results[name]
         elif kind.startswith("output"):
             t = output_type(program, kind)
             if t is not None:

@@ -115,7 +115,7 @@ def _check_tested(program: Program, options: Options) -> Report:
 
     found = differential.run(program, seeds=options.seeds, timeout=options.timeout)
     if found.divergence is not None:
-        return _report(program, [_diverging(found.divergence, program)], Counter(), None, found)
+        return conclude(program, found)
     if found.stalled:
         note = f"could not be tested by running it: {found.failures[0].message}"
         report = _check_proved(program)
@@ -140,6 +140,19 @@ def _check_tested(program: Program, options: Options) -> Report:
         if found.kept_axes:  # nothing was tested along these
             run.verdicts = [_assumed(v) for v in run.verdicts]
         findings = _findings(program, run)
+    if found.crossed and any(f.is_error for f in findings):
+        findings = [_crossed(found.crossed[0], program, findings)]
+    plain = found.rounded or found
+    findings = with_recorded(findings, [r.graph for r in plain.ranks], plain.same_rounding)
+    return _report(program, findings, _counts(run.verdicts), run.inference, run.experiment)
+
+
+def conclude(program: Program, found: Experiment) -> Report:
+    """The report on a program that was run by somebody else."""
+    if found.divergence is not None:
+        return _report(program, [_diverging(found.divergence, program)], Counter(), None, found)
+    run = _infer_tested(program, found)
+    findings = _findings(program, run)
     if found.crossed and any(f.is_error for f in findings):
         findings = [_crossed(found.crossed[0], program, findings)]
     plain = found.rounded or found

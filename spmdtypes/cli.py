@@ -1,4 +1,4 @@
-"""The command line: `spmdcheck PATH...`, `spmdcheck explain CODE`.
+"""The command line: `spmdcheck PATH...`, `spmdcheck SCRIPT -n RANKS -- ARGS`, `spmdcheck explain CODE`.
 
 Exit codes: 0 clean, 1 an error was found, 2 something could not be checked.
 """
@@ -56,7 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["explain"]:
         return _explain(arguments[1:])
-    args = _parser().parse_args(arguments)
+    own, script_args = split_arguments(arguments)
+    args = _parser().parse_args(own)
+    args.script_args = script_args
     with stdout_to_ourselves() as stdout:
         return _run(args, console_for(stdout), console_for(sys.stderr))
 
@@ -68,9 +70,10 @@ def _run(args: argparse.Namespace, out: Console, err: Console) -> int:
         show(err, render_failure(e))
         return BAD_INPUT
     quiet_libraries()
+    check = check_scripts if is_script_mode(args) else check_paths
     try:
         with nothing_typed():
-            run = check_paths([Path(p) for p in args.paths or config.paths], config, args, out, err)
+            run = check([Path(p) for p in args.paths or config.paths], config, args, out, err)
     except KeyboardInterrupt as e:
         place = user_frame(e.__traceback__)
         show(err, render_failure(CannotCheck("interrupted", *place) if place else "interrupted"))
@@ -89,7 +92,24 @@ def _parser() -> argparse.ArgumentParser:
         epilog="spmdcheck explain CODE says what a finding means. "
         "Exit codes: 0 clean, 1 an error was found, 2 could not check.",
     )
-    p.add_argument("paths", nargs="*", metavar="PATH", help="files and folders with annotated programs")
+    p.add_argument(
+        "paths",
+        nargs="*",
+        metavar="PATH",
+        help="files and folders with annotated programs; with -n, one training script, whose own arguments "
+        "follow --",
+    )
+    p.add_argument("-n", "--ranks", type=int, metavar="N", help="run a training script as N ranks")
+    p.add_argument("-m", "--module", metavar="NAME", help="the script is this module, as of python -m")
+    p.add_argument("--steps", type=int, default=1, help="optimizer steps of a script (default: 1)")
+    p.add_argument(
+        "--reference-args",
+        metavar="ARGS",
+        help="arguments of the script on one rank (default: its own, {axis} and degrees of parallelism 1)",
+    )
+    p.add_argument(
+        "--limit", type=float, default=120.0, metavar="S", help="seconds a script may run (default: 120)"
+    )
     p.add_argument("--mesh", help="axes and sizes, dp=2,tp=4: instead of what the programs declare")
     p.add_argument("--dim", action="append", default=[], metavar="b=8", help="size of a dim; repeatable")
     p.add_argument("--format", choices=("text", "json"), help="how to report (default: text)")
@@ -120,7 +140,7 @@ def _settings(args: argparse.Namespace) -> Config:
         changes["test"] = False
     if args.seed is not None:
         changes["seed"] = args.seed
-    if not args.paths and not config.paths:
+    if not args.paths and not config.paths and not args.module:
         raise CannotCheck("nothing to check: give files or folders, or paths in [tool.spmdcheck]")
     return config.model_copy(update=changes)
 
@@ -161,6 +181,36 @@ def _fail(run: Run, failure: CannotCheck, config: Config, args: argparse.Namespa
         err.print("".join(traceback.format_exception(failure)), markup=False)
     if config.format == "text" or args.debug:
         show(err, render_failure(failure))
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str] | None]:
+    """Ours, and what follows `--`: the script's. None: no `--`."""
+    if "--" not in arguments:
+        return list(arguments), None
+    at = list(arguments).index("--")
+    return list(arguments[:at]), list(arguments[at + 1 :])
+
+
+def is_script_mode(args: argparse.Namespace) -> bool:
+    return args.ranks is not None or args.module is not None or args.script_args is not None
+
+
+def check_scripts(
+    paths: Sequence[Path], config: Config, args: argparse.Namespace, out: Console, err: Console
+) -> Run:
+    """Check one training script."""
+    from spmdtypes.script.front import check_command
+
+    run = Run()
+    try:
+        report = check_command(paths, config, args)
+    except CannotCheck as e:
+        _fail(run, e, config, args, err)
+        return run
+    run.reports.append(report)
+    if config.format == "text":
+        show(out, render_report(report, args.quiet))
+    return run
 
 
 def _explain(arguments: Sequence[str]) -> int:

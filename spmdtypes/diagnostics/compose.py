@@ -32,6 +32,9 @@ from spmdtypes.verdict import Verdict
 _MAX_NOTES = 12
 # The weighed sum that drives a program whose result is no loss: ours, not the user's.
 _DRIVEN = "output.loss"
+_SEEN = ("metric:",)
+_LEFT = ("param:", "state:", "norm:")  # borders a step leaves behind
+_LATE = ("grad:", *_LEFT, *_SEEN)
 _ROUNDING = ("round", "trunc", "floor", "ceil")
 _OF_PROBLEM = {
     "nonlinear": "SPMD102",
@@ -44,6 +47,7 @@ _OF_PROBLEM = {
     "random": "SPMD501",
 }
 
+_CODE_OF_BORDER = {"param": "SPMD701", "state": "SPMD701", "norm": "SPMD703", "metric": "SPMD702"}
 # Scalar functions and the ops that are nothing else.
 _PLAIN = {
     "recip": ("reciprocal", "div"),
@@ -86,7 +90,7 @@ def compose(
         began = [inference.graph.nodes[n].op for n, _ in c.nodes[:1]]
         if any(map(by_batch, began)) and set(c.axes) <= batch_axes(program):
             c.code = "SPMD304"
-    return [_finding(c, program, inference) for c in _primary(merged, inference.graph)]
+    return [_finding(c, program, inference) for c in _leading(merged, inference.graph)]
 
 
 def _merged(causes: list[Cause], graph: Graph) -> list[Cause]:
@@ -114,9 +118,28 @@ def _key(cause: Cause, v: Verdict, graph: Graph) -> object:
     return tuple(place(graph, graph.nodes[n])[:1] for n, _ in cause.nodes[:1])
 
 
+def _leading(causes: list[Cause], graph: Graph) -> list[Cause]:
+    """Causes that are told: what a script reads and logs is wrong by itself only when all else is right,
+    and what a step leaves only when the gradients it was made from are."""
+    metrics = [c for c in causes if _only(c, _SEEN)]
+    rest = [c for c in causes if c not in metrics]
+    left = [c for c in rest if _only(c, _LEFT)]
+    before = [c for c in rest if c not in left]
+    told = _primary(before, graph) if before else left
+    if not told:
+        return metrics
+    for c in (*metrics, *(left if before else ())):
+        told[0].verdicts += c.verdicts
+    return told
+
+
+def _only(cause: Cause, kinds: tuple[str, ...]) -> bool:
+    return all(v.border.startswith(kinds) for v in cause.verdicts)
+
+
 def _primary(causes: list[Cause], graph: Graph) -> list[Cause]:
     """A wrong forward value makes gradients wrong too: those are consequences, told with it."""
-    forward = [c for c in causes if any(not v.border.startswith("grad:") for v in c.verdicts)]
+    forward = [c for c in causes if any(not v.border.startswith(_LATE) for v in c.verdicts)]
     if not forward:
         return causes
     lead = min(forward, key=lambda c: c.nodes[0][0] if c.nodes else len(graph.nodes))
@@ -188,7 +211,7 @@ def _problem_code(v: Verdict, p: Problem, graph: Graph) -> str:
     if kind == "nonlinear":
         if p.error.message.partition(" ")[0] in _ROUNDING:
             return "SPMD801"
-        if v.border.startswith("result:") and "sqrt" in node.op and _after_backward(graph, node):
+        if v.border.startswith(("result:", *_LEFT)) and "sqrt" in node.op and _after_backward(graph, node):
             return "SPMD703"
     return _OF_PROBLEM.get(kind) or _tested_code(v)
 
@@ -206,6 +229,8 @@ def _mismatch_code(v: Verdict, program: Program) -> str:
     if m.kind == "partial":
         if gradient:
             return "SPMD201"
+        if kind in _CODE_OF_BORDER:
+            return _CODE_OF_BORDER[kind]
         if kind == "result":
             return "SPMD701" if key in program.params else "SPMD702"
         return "SPMD101"
@@ -224,6 +249,8 @@ def _tested_code(v: Verdict) -> str:
     t = v.tested
     if kind == "grad":
         return "SPMD302" if t is not None and t.ratio is not None else "SPMD204"
+    if kind in _CODE_OF_BORDER:
+        return _CODE_OF_BORDER[kind]
     if t is not None and t.kind == "replicas differ":
         return "SPMD701" if kind in ("result", "param") else "SPMD105"
     return "SPMD301" if t is not None and t.ratio is not None else "SPMD106"
@@ -254,7 +281,7 @@ def _finding(cause: Cause, program: Program, inference: Inference) -> Finding:
         span = Span(str(program.file), program.line)
     finding = Finding(
         code=cause.code,
-        severity="warning" if cause.code == "SPMD304" else "error",
+        severity="warning" if cause.code == "SPMD304" or _only(cause, _SEEN) else "error",
         message=_message(cause, lead, program, graph),
         span=span,
         notes=tuple(_distinct(notes))[:_MAX_NOTES],
@@ -355,6 +382,13 @@ def subject(border: str, program: Program) -> str:
         return f"{key} after the step"
     if kind == "result":
         return f"{key} after the step" if key in program.params else f'the result "{key}"'
+    if kind == "state":
+        owner, _, name = key.rpartition(".")
+        return f"the optimizer's {name} of {owner} after the step"
+    if kind == "norm":
+        return f"the norm that {key.rpartition(' ')[0] or key} returns"
+    if kind == "metric":
+        return f"the number read at {key}"
     rest = border.removeprefix("output").lstrip(".")
     return f'the output "{rest}"' if rest not in ("", "output") else "the output"
 

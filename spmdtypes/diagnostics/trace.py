@@ -179,10 +179,14 @@ def own_backwards(graph: Graph, ref: Ref, most: int = 2) -> list[Frame]:
 
 
 def unused_collectives(graph: Graph) -> list[Node]:
-    """Collectives whose result nothing reads."""
+    """Collectives whose result nothing reads, those while the program was set up left out."""
     used = {r.node for n in graph.nodes for r in n.refs()} | {r.node for r in graph.outputs.values()}
     quiet = ("barrier", "send")
-    return [n for n in graph.nodes if n.comm is not None and n.id not in used and n.comm.kind not in quiet]
+    return [
+        n
+        for n in graph.nodes
+        if n.comm is not None and n.id not in used and n.comm.kind not in quiet and n.phase != "other"
+    ]
 
 
 def collectives_on_path(graph: Graph, ref: Ref, limit: int) -> list[Node]:

@@ -26,6 +26,8 @@ def border_type(program: Program, name: str, types: Mapping[str, Type]) -> Type 
         return output_type(program, name)
     if kind == "result":
         return program.results.get(key) or types.get(key) or REPLICATED
+    if kind in ("state", "norm", "metric"):
+        return program.results.get(name)
     return types.get(key)
 
 

@@ -17,14 +17,14 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Generic, Protocol, TypeVar
 
 from spmdtypes.core.simulate import coordinates
 from spmdtypes.differential import wire
 from spmdtypes.differential.experiment import Divergence, Failure
-from spmdtypes.differential.rank import Job, Outcome, join, run_seed
+from spmdtypes.differential.rank import Outcome, Report
 from spmdtypes.differential.rendezvous import Rendezvous
 from spmdtypes.forking import garbage_left_alone
 
@@ -32,11 +32,28 @@ STALLED = "Stalled"  # the `error` of ranks that had to be given up
 QUIET = 2.0  # seconds without a message or CPU time after which ranks count as stuck
 
 
+class Work(Protocol):
+    """What ranks do: `enter` joins the process group of a freshly forked rank, and `run` runs one seed."""
+
+    @property
+    def mesh(self) -> Mapping[str, int]: ...
+
+    @property
+    def seeds(self) -> tuple[int, ...]: ...
+
+    def enter(self, rank: int, store: str, timeout: float) -> Any: ...
+
+    def run(self, state: Any, rank: int, index: int, report: Report) -> Outcome: ...
+
+
+W = TypeVar("W", bound=Work)
+
+
 @dataclass
-class Execution:
+class Execution(Generic[W]):
     """`outcomes[rank]` holds one `Outcome` a seed; the last ones may lack when the run was ended."""
 
-    job: Job
+    job: W
     outcomes: list[list[Outcome]]
     divergence: Divergence | None = None
     failures: tuple[Failure, ...] = ()
@@ -68,7 +85,7 @@ _EARLY = (
 )
 
 
-def execute(job: Job, timeout: float) -> Execution:
+def execute(job: W, timeout: float) -> Execution[W]:
     """Run a job on all ranks of its mesh. What a fork inherits may hold it up: then once more."""
     for name in _EARLY:
         with contextlib.suppress(ImportError):
@@ -79,7 +96,7 @@ def execute(job: Job, timeout: float) -> Execution:
     return _execute(job, timeout) if found.stalled and spent < timeout / 2 else found
 
 
-def _execute(job: Job, timeout: float) -> Execution:
+def _execute(job: W, timeout: float) -> Execution[W]:
     world = math.prod(job.mesh.values())
     folder = tempfile.mkdtemp(prefix="ranks")
     ranks: list[_Rank] = []
@@ -152,7 +169,7 @@ class _Rank:
         self.printed.close()
 
 
-def _fork(job: Job, rank: int, store: str, timeout: float, earlier: list[_Rank]) -> _Rank:
+def _fork(job: Work, rank: int, store: str, timeout: float, earlier: list[_Rank]) -> _Rank:
     report_read, report_write = os.pipe()
     control_read, control_write = os.pipe()
     results, printed = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115
@@ -179,7 +196,7 @@ def _fork(job: Job, rank: int, store: str, timeout: float, earlier: list[_Rank])
 
 @dataclass
 class _Child:
-    job: Job
+    job: Work
     rank: int
     store: str
     timeout: float
@@ -190,9 +207,9 @@ class _Child:
 
     def run(self) -> None:
         threading.Thread(target=self._listen, daemon=True).start()
-        mesh = join(self.rank, self.job.mesh, self.store, self.timeout + 60)
+        state = self.job.enter(self.rank, self.store, self.timeout + 60)
         for index in range(len(self.job.seeds)):
-            outcome = run_seed(self.job, mesh, self.rank, index, lambda *call: self.send("call", call))
+            outcome = self.job.run(state, self.rank, index, lambda *call: self.send("call", call))
             data = wire.dump(outcome)
             offset = self.results.seek(0, io.SEEK_END)
             self.results.write(data)
@@ -218,7 +235,7 @@ class _Child:
 class _Supervisor:
     """Follows the ranks through all seeds."""
 
-    def __init__(self, job: Job, ranks: list[_Rank], timeout: float) -> None:
+    def __init__(self, job: Work, ranks: list[_Rank], timeout: float) -> None:
         self.job, self.ranks = job, ranks
         self.deadline = time.monotonic() + timeout
         self.coords = coordinates(job.mesh)
@@ -228,7 +245,7 @@ class _Supervisor:
         self.seed_index = 0
         self.meeting = Rendezvous(len(ranks))
 
-    def follow(self) -> Execution:
+    def follow(self) -> Execution[Any]:
         with selectors.DefaultSelector() as selector:
             for r in self.ranks:
                 selector.register(r.reports, selectors.EVENT_READ, r)

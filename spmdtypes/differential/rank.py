@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import warnings
@@ -50,6 +51,13 @@ class Job:
     keep_values: bool = False
     wide: bool = False
 
+    def enter(self, rank: int, store: str, timeout: float) -> DeviceMesh:
+        join(rank, math.prod(self.mesh.values()), store, timeout)
+        return init_device_mesh("cpu", tuple(self.mesh.values()), mesh_dim_names=tuple(self.mesh))
+
+    def run(self, state: DeviceMesh, rank: int, index: int, report: Report) -> Outcome:
+        return run_seed(self, state, rank, index, report)
+
 
 @dataclass
 class Outcome:
@@ -76,17 +84,14 @@ class Misfit(Exception):
     """A parameter whose local shape is not the declared block."""
 
 
-def join(rank: int, sizes: Mapping[str, int], store: str, timeout: float) -> DeviceMesh:
-    """The process group and the mesh of a freshly forked rank."""
+def join(rank: int, world: int, store: str, timeout: float) -> None:
+    """Make the process group of a freshly forked rank."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     if dist.is_initialized():
         _abandon_groups()
-    world = 1
-    for n in sizes.values():
-        world *= n
     dist.init_process_group(
         "gloo",
         store=FileStore(store, world),
@@ -94,7 +99,6 @@ def join(rank: int, sizes: Mapping[str, int], store: str, timeout: float) -> Dev
         world_size=world,
         timeout=timedelta(seconds=timeout),
     )
-    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 _ABANDONED: list[object] = []

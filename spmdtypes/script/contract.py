@@ -1,0 +1,192 @@
+"""What a script's borders must denote, read off what the ranks hold before the first step."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from torch import Tensor
+
+from spmdtypes.contracts import Program
+from spmdtypes.drive import short_dtype
+from spmdtypes.notation import Dim, Type
+from spmdtypes.script.facts import Facts, Held, Key, Replacement
+from spmdtypes.script.launch import Launch
+from spmdtypes.script.stitch import Parts, Whole, data, parameter, replicated
+
+_SHARD = re.compile(r"^_?(?:Strided)?S(?:hard)?\((?:dim=)?(\d+)")
+
+
+@dataclass
+class Contract:
+    """Types and global values of parameters and of data, and what was noticed while finding them.
+
+    `parted`: parameters whose replicas differ before the first step, and the axes. `alone`: parameters
+    that only some ranks have.
+    """
+
+    held: dict[str, Whole] = field(default_factory=dict)
+    data: dict[Key, tuple[str, Whole]] = field(default_factory=dict)
+    parted: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    unplaced: list[str] = field(default_factory=list)
+    assumptions: list[str] = field(default_factory=list)
+
+    def replacement(self, axes: Mapping[str, tuple[str, ...]]) -> Replacement:
+        """What the reference is given."""
+        return Replacement(
+            {n: w.value for n, w in self.held.items()},
+            {k: (name, w.value) for k, (name, w) in self.data.items()},
+            axes,
+        )
+
+    def types(self) -> dict[str, Type]:
+        return {n: w.type for n, w in self.held.items()}
+
+
+def contract(
+    ranks: Sequence[Facts], native: Facts, mesh: Mapping[str, int], axes: Mapping[str, tuple[str, ...]]
+) -> Contract:
+    """`native` is the run on the mesh of ones with its own values; `axes` what groups stand for, by site."""
+    found = Contract()
+    _held(found, ranks, native, mesh, axes)
+    _data(found, ranks, native, mesh)
+    return found
+
+
+# ---- parameters
+
+
+def _held(
+    found: Contract,
+    ranks: Sequence[Facts],
+    native: Facts,
+    mesh: Mapping[str, int],
+    axes: Mapping[str, tuple[str, ...]],
+) -> None:
+    names = [n for n in ranks[0].held if n in native.held and all(n in r.held for r in ranks)]
+    likely: Counter[str] = Counter()
+    guessed: list[str] = []
+    for name in names:
+        rows = [r.held[name] for r in ranks]
+        first, whole = rows[0], native.held[name]
+        parts = Parts(tuple(h.value for h in rows), mesh)
+        if first.placements is not None:
+            placed = _by_placements(first, parts, mesh, axes)
+        elif first.buffer and _no_values_needed(parts, whole):
+            placed = None
+        else:
+            shape = whole.shape if whole.placements is not None else tuple(whole.value.shape)
+            placed = parameter(parts, shape, first.cut, [a for a, _ in likely.most_common()])
+            if placed is not None and any(d.axes for d in placed.type.dims or ()):
+                guessed.append(name)
+        if placed is None:
+            if not first.buffer:
+                found.unplaced.append(name)
+            continue
+        if placed.parted and first.buffer:
+            continue
+        found.held[name] = placed
+        if placed.parted:
+            found.parted[name] = placed.parted
+        likely.update(a for d in placed.type.dims or () for a in d.axes)
+    if guessed:
+        shown = ", ".join(guessed[:3]) + (f" and {len(guessed) - 3} more" if len(guessed) > 3 else "")
+        found.assumptions.append(f"how {shown} are cut is read off their sizes")
+
+
+def _no_values_needed(parts: Parts, whole: Held) -> bool:
+    """A buffer that has another shape on the mesh of ones, or differs between ranks: a cache of its own."""
+    return parts.values[0].shape != whole.value.shape or bool(parts.differing)
+
+
+def _by_placements(
+    first: Held, parts: Parts, mesh: Mapping[str, int], sites: Mapping[str, tuple[str, ...]]
+) -> Whole | None:
+    """A DTensor says how it is cut. Strided shards lie inside the axes that follow them."""
+    dims: list[list[str]] = [[] for _ in first.shape]
+    pairs = list(first.placements or ())
+    strided = [p for p in pairs if "Strided" in p[1] or p[1].startswith("_S")]
+    for axis, placement in [p for p in pairs if p not in strided] + strided:
+        m = _SHARD.match(placement)
+        axes = (axis,) if axis in mesh else sites.get(f"mesh_{axis}", ())
+        if m and axes:
+            dims[int(m.group(1))] += [a for a in axes if mesh[a] > 1]
+        elif m or placement.startswith("P"):
+            return None
+    t = Type(
+        tuple(Dim(n, tuple(a)) for n, a in zip(first.shape, dims)), short_dtype(first.value.dtype)
+    )
+    from spmdtypes.differential.layout import ShapeError, assemble
+
+    try:
+        value = assemble(parts.values, t, mesh)
+    except ShapeError:
+        return None
+    cut = {a for d in dims for a in d}
+    left = tuple(a for a in parts.differing if a not in cut)
+    return Whole(t, value.value.to(first.value.dtype), left)
+
+
+# ---- data
+
+
+def _data(found: Contract, ranks: Sequence[Facts], native: Facts, mesh: Mapping[str, int]) -> None:
+    mine = [{a.key: a for a in r.arrivals} for r in ranks]
+    theirs = {a.key: a for a in native.arrivals}
+    for key, first in mine[0].items():
+        rows = [m[key].value for m in mine if key in m]
+        if len(rows) < len(ranks) or any(v is None for v in rows):
+            continue
+        values = [v for v in rows if v is not None]
+        there = theirs.get(key)
+        placed = data(Parts(tuple(values), mesh), there.value if there is not None else None)
+        if placed is not None:
+            name = f"data of line {first.line}"
+            taken = sum(n.startswith(name) for n, _ in found.data.values())
+            found.data[key] = (f"{name} ({taken + 1})" if taken else name, placed)
+
+
+# ---- the program
+
+
+def program(
+    launch: Launch,
+    mesh: Mapping[str, int],
+    found: Contract,
+    ranks: Sequence[Facts],
+    borders: Mapping[str, Tensor],
+) -> Program:
+    """The contract of what a step leaves: parameters and states denote what they did, gradients are those
+    of one device, norms and what is read are the same everywhere."""
+    params = found.types()
+    results: dict[str, Type] = {}
+    owners = ranks[0].owners
+    for border, value in borders.items():
+        kind = border.partition(":")[0]
+        if kind in ("norm", "metric"):
+            results[border] = Type(tuple(Dim(n) for n in value.shape))
+        elif kind == "state" and border in owners:
+            t = params.get(owners[border])
+            held = ranks[0].held.get(owners[border])
+            if t is not None and held is not None and held.value.shape == value.shape and value.ndim:
+                results[border] = replace(t, dtype=None)
+            elif value.ndim == 0:
+                results[border] = Type(())
+    return Program(
+        name=launch.name,
+        mesh=dict(mesh),
+        build=_never,
+        inputs={name: w.type for name, w in found.data.values()},
+        params=params,
+        results=results,
+        step=_never,
+        file=None if launch.module else Path(launch.target),
+        assumptions=tuple(found.assumptions),
+    )
+
+
+def _never(*args: object) -> object:
+    raise AssertionError("a script's program is not built by the checker")

@@ -1,0 +1,110 @@
+"""Where data comes into being that later meets the parameters."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from spmdtypes.capture.functionalise import Functional
+from spmdtypes.graph import Graph, Node, Ref
+from spmdtypes.script.facts import Arrival
+
+if TYPE_CHECKING:
+    from spmdtypes.script.recorder import ScriptRecorder
+
+# a result of these has other rows than its operand: one value, or one a class, for all samples
+_SUMMARIES = (
+    "aten.sum.",
+    "aten.mean.",
+    "aten.amax.",
+    "aten.amin.",
+    "aten.max.",
+    "aten.min.",
+    "aten.any.",
+    "aten.all.",
+    "aten.bincount.",
+    "aten.histc.",
+    "aten.count_nonzero.",
+    "aten.var.",
+    "aten.std.",
+    "aten.var_mean.",
+    "aten.norm.",
+    "aten.linalg_vector_norm.",
+)
+# memory that is filled later
+_NOTHING = ("aten.empty", "aten.new_empty", "aten.zeros", "aten.new_zeros")
+
+
+def arrivals(rec: ScriptRecorder, done: Functional) -> list[Arrival]:
+    """The data of a rank's program, traced back to where it was made as far as its rows are the same."""
+    graph = done.graph
+    moved = depends_on_inputs(graph)
+    found: dict[Ref, Arrival] = {}
+    seen: set[Ref] = set()
+    for node in graph.nodes:
+        if node.id not in moved or node.op == "input":
+            continue
+        for ref in node.refs():
+            if ref.node not in moved:
+                for origin in _origins(graph, ref, moved, seen):
+                    if origin not in found and (arrival := _arrival(rec, done, origin)) is not None:
+                        found[origin] = arrival
+    return list(found.values())
+
+
+def depends_on_inputs(graph: Graph) -> set[int]:
+    moved: set[int] = set()
+    for node in graph.nodes:
+        if node.op == "input" or any(r.node in moved for r in node.refs()):
+            moved.add(node.id)
+    return moved
+
+
+def _origins(graph: Graph, ref: Ref, moved: set[int], seen: set[Ref]) -> list[Ref]:
+    """Where the rows of `ref` were made: data is followed to the operand that has as many."""
+    out: list[Ref] = []
+    todo = [ref]
+    while todo:
+        r = todo.pop()
+        if r in seen:
+            continue
+        seen.add(r)
+        node = graph.nodes[r.node]
+        behind = [p for p in node.refs() if p.node not in moved]
+        meta = graph.meta(r)
+        if meta is None or node.comm is not None:
+            continue
+        if not meta.shape or node.op.startswith(_SUMMARIES):
+            todo += behind
+            continue
+        same = [p for p in behind if _rows(graph, p) == meta.shape[0]]
+        if same:
+            todo += same
+        else:
+            out.append(r)
+    return out
+
+
+def _rows(graph: Graph, ref: Ref) -> int | None:
+    meta = graph.meta(ref)
+    return meta.shape[0] if meta is not None and meta.shape else None
+
+
+def _arrival(rec: ScriptRecorder, done: Functional, ref: Ref) -> Arrival | None:
+    """None for what a module makes for itself (noise, masks), and for constants."""
+    at = done.origins.get(ref)
+    if at is None:
+        return None
+    index, out = at
+    if rec.depths[index]:
+        return None
+    node = done.graph.nodes[ref.node]
+    if node.op.startswith(_NOTHING):
+        return None
+    key = rec.key(index, out)
+    return Arrival(key, ref, done.values.get(ref), _line(rec, index, node))
+
+
+def _line(rec: ScriptRecorder, index: int, node: Node) -> int:
+    frames = rec.stacks.resolve(rec.trace[index].stack)
+    own = next((f for f in frames if rec.own(f.file)), frames[0] if frames else None)
+    return own.line if own else 0

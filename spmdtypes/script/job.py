@@ -1,0 +1,94 @@
+"""A script as work for forked ranks."""
+
+from __future__ import annotations
+
+import tempfile
+import zlib
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+
+import torch
+
+from spmdtypes.capture.environment import environment
+from spmdtypes.capture.functionalise import functionalise
+from spmdtypes.capture.replay import complete
+from spmdtypes.core.simulate import coordinates
+from spmdtypes.differential import frames
+from spmdtypes.differential.experiment import Failure
+from spmdtypes.differential.rank import Outcome, Report, join, within_limit
+from spmdtypes.differential.streams import Substitution
+from spmdtypes.differential.watch import Watch
+from spmdtypes.differential.widen import wide_defaults
+from spmdtypes.script import data, host
+from spmdtypes.script.facts import Replacement, ScriptOutcome
+from spmdtypes.script.launch import Launch
+from spmdtypes.script.recorder import ScriptRecorder
+
+
+@dataclass(frozen=True)
+class ScriptJob:
+    """One execution of a script. With `replacement` it is the reference, given what the ranks had."""
+
+    launch: Launch
+    mesh: Mapping[str, int]
+    limit: float
+    replacement: Replacement | None = None
+    draws: Sequence[Substitution] = ()  # by rank
+    wide: bool = True
+    seeds: tuple[int, ...] = field(default=(0,))
+
+    def enter(self, rank: int, store: str, timeout: float) -> None:
+        join(rank, prod(self.mesh.values()), store, timeout)
+        torch.set_default_dtype(torch.float64 if self.wide else torch.float32)
+
+    def run(self, state: None, rank: int, index: int, report: Report) -> Outcome:
+        import os
+        try:
+            if os.environ.get("STUB"): raise ImportError
+            from spmdtypes.capture.scripting import scripting
+        except ImportError:
+            from spmdtypes.script._stub import scripting
+
+        watch = Watch(self.mesh, report, self.draws[rank] if self.draws else None, self.wide)
+        rec = ScriptRecorder(
+            self.mesh,
+            coordinates(self.mesh)[rank],
+            wide=self.wide,
+            steps=self.launch.steps,
+            own=host.own_files(self.launch),
+            replacement=self.replacement,
+        )
+        out = ScriptOutcome(rank, 0, facts=rec.facts)
+        notes: list[str] = []
+        try:
+            with ExitStack() as stack:
+                folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+                stack.enter_context(watch)
+                if self.wide:
+                    stack.enter_context(wide_defaults())
+                stack.enter_context(environment(prod(self.mesh.values()), rank, fake=False))
+                stack.enter_context(scripting(fake=False, folder=folder, note=notes.append))
+                rec.facts.ended = host.run(self.launch, self.mesh, rec, self.limit)
+            self._finish(rec, watch, out)
+        except (Exception, SystemExit) as e:
+            where = frames.of_traceback(e.__traceback__)
+            out.failure = Failure(rank, "run", type(e).__name__, str(e), where)
+        rec.facts.notes = tuple(dict.fromkeys([*notes, *rec.notes]))
+        out.noted, out.eps, out.trail = watch.noted, watch.eps, watch.trail.take()
+        return out
+
+    def _finish(self, rec: ScriptRecorder, watch: Watch, out: ScriptOutcome) -> None:
+        """The graph, its values, and where data entered."""
+        with torch.utils._python_dispatch._disable_current_modes():
+            done = functionalise(rec, rec.outputs.views)
+            done.graph.dtensors = rec.outputs.placements
+            complete(done.graph, done.values)
+            rec.facts.arrivals = data.arrivals(rec, done)
+        out.borders = {b: done.values[r] for b, r in done.graph.outputs.items() if r in done.values}
+        out.borders |= rec.values_of
+        out.values = within_limit(done.values)
+        out.graph = done.graph
+        out.program = zlib.crc32("\n".join(n.op for n in done.graph.nodes).encode())
