@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from spmdtypes.capture.patches import Patches
 
@@ -38,9 +38,25 @@ class CudaIsCpu(TorchFunctionMode):
             args = (args[0], *(CPU if type(a) is int else on_cpu(a) for a in args[1:]))
         elif func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
             return args[0]
-        elif func is torch.Tensor.record_stream:
-            return None
         return func(*args, **kwargs)
+
+
+def keep_in_backward(patches: Patches, *modes: Callable[[], TorchFunctionMode]) -> None:
+    """A function mode is off while `Tensor.backward`, which it was asked about, runs: what the backward
+    calls (recomputation, hooks, autograd Functions) finds these modes on again."""
+    engine = torch.autograd.graph._engine_run_backward
+
+    @functools.wraps(engine)
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        present = {type(mode) for mode in _get_current_function_mode_stack()}  # type: ignore[no-untyped-call]
+        with contextlib.ExitStack() as stack:
+            for make in modes:
+                mode = make()
+                if type(mode) not in present:
+                    stack.enter_context(mode)
+            return engine(*args, **kwargs)
+
+    patches.everywhere(engine, run_backward)
 
 
 class Stream:
@@ -59,7 +75,7 @@ class Stream:
         return True
 
     def elapsed_time(self, other: Any) -> float:
-        return 0.0
+        return 1.0  # rates divide by it
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -98,6 +114,7 @@ def patch_cuda(patches: Patches, rank: int) -> None:
         patches.set(cuda, name, lambda *args: Stream())
     for name in ("stream", "device"):
         patches.set(cuda, name, lambda *args, **kwargs: contextlib.nullcontext())
+    patches.set(torch.Tensor, "record_stream", returning(None))  # refuses what is no stream of C++
     patches.set(torch.nn.Module, "cuda", lambda self, *args, **kwargs: self)
     to = torch.nn.Module.to
 

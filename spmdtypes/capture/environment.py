@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
-from spmdtypes.capture.accelerator import CudaIsCpu, patch_cuda
+from spmdtypes.capture.accelerator import CudaIsCpu, keep_in_backward, patch_cuda
 from spmdtypes.capture.observers import observed
 from spmdtypes.capture.patches import Patches, patched
 
@@ -48,6 +48,7 @@ def environment(world_size: int, rank: int, fake: bool = True) -> Iterator[None]
         _patch_compile(patches, stack)
         _patch_ddp(patches, fake)
         patch_cuda(patches, rank)
+        keep_in_backward(patches, CudaIsCpu)
         stack.enter_context(CudaIsCpu())
         yield
 

@@ -66,7 +66,8 @@ def _patch_spawn(patches: Patches, context: Context) -> None:
         fn(context.local_rank, *args)
         return None if join else _Done()
 
-    for real in (torch.multiprocessing.spawn, torch.multiprocessing.start_processes):
+    for name in ("spawn", "start_processes"):
+        real = getattr(torch.multiprocessing, name)
         patches.everywhere(real, functools.wraps(real)(spawn))
 
 

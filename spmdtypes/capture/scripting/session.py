@@ -80,7 +80,7 @@ def scripting(
         patches = stack.enter_context(patched())
         launcher.install(patches, context)
         groups.install(patches, context)
-        tensors.install(patches, devices)
+        tensors.install(patches, devices, streams)
         cuda.install(patches, context, devices)
         streams.install(patches, cuda.count(context))
         amp.install(patches)

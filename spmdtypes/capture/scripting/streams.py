@@ -6,6 +6,7 @@ A script that seeds the two differently (`torch.manual_seed(seed)` for initial v
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -106,4 +107,12 @@ class Streams:
 
         patches.everywhere(module.get_device_states, get_device_states)
         patches.everywhere(module.set_device_states, set_device_states)
+        patches.set(module.DefaultDeviceType, "_default_device_type", "cuda")
         patches.set(torch.cuda, "_initialized", True)
+        fork = torch.random.fork_rng
+
+        @functools.wraps(fork)
+        def fork_rng(devices: Any = None, *args: Any, **kwargs: Any) -> Any:
+            return fork([0] if devices is None else devices, *args, **{"device_type": "cuda", **kwargs})
+
+        patches.everywhere(fork, fork_rng)

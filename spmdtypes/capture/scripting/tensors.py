@@ -7,6 +7,7 @@ and where moving a tensor makes a copy, as it does between a host and a device.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext, _device_constructors
 
+from spmdtypes.capture.accelerator import CudaIsCpu, keep_in_backward
 from spmdtypes.capture.patches import Patches
 from spmdtypes.capture.scripting.context import Context
 from spmdtypes.capture.scripting.streams import Streams
@@ -39,11 +41,12 @@ class Devices:
         """The accelerator that a device argument names, None for the CPU and others."""
         if isinstance(device, int):
             return _Device("cuda", device)
+        found: Any = device
         if isinstance(device, str) and device.startswith("cuda"):
-            device = _Device(device)
-        if isinstance(device, _Device) and device.type == "cuda":
-            return device if device.index is not None else _Device("cuda", self.current)
-        return None
+            found = _Device(device)
+        if not isinstance(found, _Device) or found.type != "cuda":
+            return None
+        return found if found.index is not None else _Device("cuda", self.current)
 
     def of(self, t: Tensor) -> torch.device | None:
         """Where the script believes `t` to be, None for the CPU."""
@@ -162,8 +165,10 @@ def _is_meta(target: Any) -> bool:
     return "meta" in str(target)
 
 
-def install(patches: Patches, devices: Devices) -> None:
+def install(patches: Patches, devices: Devices, streams: Streams) -> None:
     _patch_contexts(patches, devices)
+    _patch_threads(patches, devices, streams)
+    keep_in_backward(patches, CudaIsCpu, functools.partial(Marking, devices, streams))
     _patch_modules(patches, devices)
     _patch_functions(patches, devices)
     _patch_fakes(patches, devices)
@@ -171,13 +176,24 @@ def install(patches: Patches, devices: Devices) -> None:
 
 def _patch_contexts(patches: Patches, devices: Devices) -> None:
     init, enter, leave = DeviceContext.__init__, DeviceContext.__enter__, DeviceContext.__exit__
+    answer = DeviceContext.__torch_function__
 
     def make(self: Any, device: Any) -> None:
         asked = devices.asked(device)
         init(self, device if asked is None else CPU)
         self._asked = asked
 
+    def __torch_function__(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        asked = getattr(self, "_asked", None)
+        if asked is not None and not getattr(self, "_below", False) and func in _device_constructors():
+            if kwargs.get("device") is None:
+                kwargs = {**kwargs, "device": asked}
+            return func(*args, **kwargs)
+        return answer(self, func, types, args, kwargs)
+
     def __enter__(self: Any) -> Any:
+        self._below = True  # the other modes, which have seen the call when it gets here
         devices.contexts.append(getattr(self, "_asked", None))
         return enter(self)  # type: ignore[no-untyped-call]
 
@@ -187,8 +203,27 @@ def _patch_contexts(patches: Patches, devices: Devices) -> None:
         return leave(self, *exc)  # type: ignore[no-untyped-call]
 
     patches.set(DeviceContext, "__init__", make)
+    patches.set(DeviceContext, "__torch_function__", __torch_function__)
     patches.set(DeviceContext, "__enter__", __enter__)
     patches.set(DeviceContext, "__exit__", __exit__)
+
+
+def _patch_threads(patches: Patches, devices: Devices, streams: Streams) -> None:
+    """Modes belong to a thread: those the script starts get the same."""
+    start = threading.Thread.start
+
+    @functools.wraps(start)
+    def start_with_modes(self: Any) -> None:
+        work = self.run
+
+        def run() -> None:
+            with CudaIsCpu(), Marking(devices, streams):
+                work()
+
+        self.run = run
+        start(self)
+
+    patches.set(threading.Thread, "start", start_with_modes)
 
 
 def _patch_modules(patches: Patches, devices: Devices) -> None:
@@ -256,7 +291,9 @@ def _patch_fakes(patches: Patches, devices: Devices) -> None:
 
     def device(self: Any) -> torch.device:
         where = devices.of(self)
-        answer: torch.device = where if where is not None and asks() else real.fget(self)
+        # where no mode is on, nobody would understand the answer
+        told = where is not None and torch._C._is_torch_function_mode_enabled() and asks()
+        answer: torch.device = where if told else real.fget(self)
         return answer
 
     patches.set(FakeTensor, "device", property(device))
