@@ -449,6 +449,7 @@ def _report(
         unknown,
         tuple(dict.fromkeys(texts)),
         file=str(program.file) if program.file else None,
+        nodes=len(inference.graph.nodes) if inference is not None else 0,
     )
 
 

@@ -17,7 +17,7 @@ class Report:
 
     `counts` says for how many borders (outputs, gradients, parameters, results) the verdict is
     proved, tested, assumed or unknown. `unknown_ops` counts uses of operations without a rule.
-    `failures` are reasons why the program could not be checked.
+    `failures` are reasons why the program could not be checked. `nodes`: size of one rank's graph.
     """
 
     name: str
@@ -28,6 +28,7 @@ class Report:
     seconds: float = 0.0
     failures: tuple[str, ...] = ()
     file: str | None = None
+    nodes: int = 0
 
     @property
     def errors(self) -> tuple[Finding, ...]:

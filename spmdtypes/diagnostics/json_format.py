@@ -2,7 +2,7 @@
 
     {"version": 1,
      "exit_code": 0 | 1 | 2,
-     "programs": [{"name", "file", "exit_code", "seconds",
+     "programs": [{"name", "file", "exit_code", "seconds", "nodes",
                    "evidence": {"proved", "tested", "assumed", "unknown"},
                    "unknown_ops": {op: uses}, "assumptions": [text], "failures": [text],
                    "findings": [FINDING]}],
@@ -47,6 +47,7 @@ def report_data(report: Report) -> dict[str, Any]:
         "file": report.file,
         "exit_code": report.exit_code,
         "seconds": round(report.seconds, 3),
+        "nodes": report.nodes,
         "evidence": {e: report.counts.get(e, 0) for e in EVIDENCE},
         "unknown_ops": dict(report.unknown_ops),
         "assumptions": list(report.assumptions),

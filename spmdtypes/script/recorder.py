@@ -95,11 +95,13 @@ class ScriptRecorder(WideRecorder):
         self.counts: list[int] = []  # of every raw node: the how manyth of its op and stack
         self.depths: list[bool] = []  # of every raw node: inside a module's forward?
         self.sites: dict[str, str] = {}  # name of a process group -> where it was made
-        self._seen: Counter[tuple[str, int]] = Counter()
+        self._seen: Counter[tuple[str, tuple[tuple[str, int, int], ...]]] = Counter()
+        self._known_places: dict[int, tuple[tuple[str, int, int], ...]] = {}
         self._tied: set[View] = set()
         self._optimizers: list[Optimizer] = []
         self._steps: Counter[int] = Counter()
         self._norms = 0
+        self._first: nn.Module | None = None
         self._reads: Counter[tuple[str, int]] = Counter()
         self._ops = {k.op for k in replacement.data} if replacement else set()
         if replacement is not None:
@@ -148,7 +150,7 @@ class ScriptRecorder(WideRecorder):
     # ---- every op
 
     def append(self, raw: Raw) -> int:
-        key = (raw.op, raw.stack)
+        key = (raw.op, self._places(raw.stack))
         self.counts.append(self._seen[key])
         self.depths.append(self.loaded and bool(self.module_stack))
         self._seen[key] += 1
@@ -170,8 +172,15 @@ class ScriptRecorder(WideRecorder):
     def key(self, index: int, out: int = 0) -> Key:
         """How the result of a raw node is told on every rank."""
         raw = self.trace[index]
-        frames = self.stacks.resolve(raw.stack)[:4]
-        return Key(raw.op, tuple((f.file, f.line, f.col) for f in frames), self.counts[index], out)
+        return Key(raw.op, self._places(raw.stack), self.counts[index], out)
+
+    def _places(self, stack: int) -> tuple[tuple[str, int, int], ...]:
+        """Where a stack is; several stacks are at one place."""
+        found = self._known_places.get(stack)
+        if found is None:
+            frames = self.stacks.resolve(stack)[:4]
+            found = self._known_places[stack] = tuple((f.file, f.line, f.col) for f in frames)
+        return found
 
     def _with_data(self, raw: Raw, index: int, out: Any) -> Any:
         """The result with those of its tensors replaced that the ranks have as parts."""
@@ -212,11 +221,12 @@ class ScriptRecorder(WideRecorder):
         super().entering(module)
 
     def _root_call(self, module: nn.Module) -> None:
-        if self._finished() and torch.is_grad_enabled():
+        if torch.is_grad_enabled() and (self._finished() or self._changed(module)):
             raise EndOfSteps
         if next(module.parameters(), None) is None:
             return
         if not self.loaded:
+            self._first = module
             self.load()
         elif any(id(p) not in self.names_of for p in module.parameters()):
             self._adopt([(type(module).__name__.lower(), module)])
@@ -273,6 +283,19 @@ class ScriptRecorder(WideRecorder):
                 t.copy_(value)
 
     # ---- the end
+
+    def _changed(self, module: nn.Module) -> bool:
+        """Without an optimizer of torch a step is over when parameters have changed and the first module
+        is called again."""
+        if self._optimizers or module is not self._first or self.wanted > 1:
+            return False
+        with self.quiet():
+            changed = any(
+                held.requires_grad and not torch.equal(local(self.tensors[name]), held.value)
+                for name, held in self.facts.held.items()
+            )
+        self.facts.steps += changed
+        return changed
 
     def _finished(self) -> bool:
         done = [o for o in self._optimizers if self._steps[id(o)] >= self.wanted]
