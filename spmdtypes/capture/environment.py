@@ -39,6 +39,7 @@ def environment(world_size: int, rank: int, fake: bool = True) -> Iterator[None]
         if fake:
             _fake_group(world_size, rank)
             stack.callback(_destroy)
+            stack.callback(_forget_meshes)
             stack.callback(torch.set_rng_state, torch.get_rng_state())
         patches = stack.enter_context(patched())
         patches.environ({k: str(v) for k, v in values.items()} | address)
@@ -63,6 +64,17 @@ def _fake_group(world_size: int, rank: int) -> None:
 def _destroy() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _forget_meshes() -> None:
+    """DTensor caches layouts of results, with meshes that know their rank and groups, under keys that do
+    not: what it learnt as this rank would be wrong for the next."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor import debug
+
+    with contextlib.suppress(AttributeError):
+        debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
 def _patch_groups(patches: Patches) -> None:

@@ -31,7 +31,13 @@ class Ran:
 
 
 def run(
-    code: str, folder: Path, world: int = 4, rank: int = 1, fake: bool = True, tensors: bool = False, **options: Any
+    code: str,
+    folder: Path,
+    world: int = 4,
+    rank: int = 1,
+    fake: bool = True,
+    tensors: bool = False,
+    **options: Any,
 ) -> Ran:
     """Run `code`, a script in `folder`, as a rank: with `fake`, of a group that does not communicate, else
     of a real group of one. `tensors`: those are fake too."""

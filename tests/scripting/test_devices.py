@@ -353,3 +353,26 @@ def test_threads_of_the_script_see_the_same(tmp_path: Path) -> None:
         tmp_path,
     )
     assert ran["found"] == [True]
+
+
+def test_tensors_of_a_mesh_draw_as_on_gpus(tmp_path: Path) -> None:
+    """Shards draw numbers of their own, replicas the same ones."""
+    code = """
+        import os, torch
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+        torch.manual_seed(0)
+        mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("dp", "tp"))
+        assert mesh.device_type == "cuda"
+        def masks(*placements):
+            x = DTensor.from_local(torch.ones(32, device="cuda"), mesh, placements, run_check=False)
+            assert x.is_cuda and x.device.type == "cuda"
+            return torch.nn.functional.dropout(x, 0.5).to_local()
+        sharded, replicated = masks(Replicate(), Shard(0)), masks(Replicate(), Replicate())
+        after = torch.rand(2, device="cuda")
+        """
+    first, tp, dp = (run(code, tmp_path, rank=r) for r in (0, 1, 2))
+    assert not torch.equal(first["sharded"], tp["sharded"])
+    assert torch.equal(first["sharded"], dp["sharded"])
+    assert torch.equal(first["replicated"], tp["replicated"])
+    assert torch.equal(first["after"], tp["after"])

@@ -20,6 +20,7 @@ from spmdtypes.capture.scripting import (
     launcher,
     loading,
     logs,
+    meshes,
     network,
     processes,
     saving,
@@ -81,6 +82,7 @@ def scripting(
         launcher.install(patches, context)
         groups.install(patches, context)
         tensors.install(patches, devices, streams)
+        meshes.install(patches, devices)
         cuda.install(patches, context, devices)
         streams.install(patches, cuda.count(context))
         amp.install(patches)

@@ -46,7 +46,8 @@ class Devices:
             found = _Device(device)
         if not isinstance(found, _Device) or found.type != "cuda":
             return None
-        return found if found.index is not None else _Device("cuda", self.current)
+        index: int | None = found.index
+        return found if index is not None else _Device("cuda", self.current)
 
     def of(self, t: Tensor) -> torch.device | None:
         """Where the script believes `t` to be, None for the CPU."""
@@ -190,7 +191,7 @@ def _patch_contexts(patches: Patches, devices: Devices) -> None:
             if kwargs.get("device") is None:
                 kwargs = {**kwargs, "device": asked}
             return func(*args, **kwargs)
-        return answer(self, func, types, args, kwargs)
+        return answer(self, func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
     def __enter__(self: Any) -> Any:
         self._below = True  # the other modes, which have seen the call when it gets here
@@ -292,8 +293,9 @@ def _patch_fakes(patches: Patches, devices: Devices) -> None:
     def device(self: Any) -> torch.device:
         where = devices.of(self)
         # where no mode is on, nobody would understand the answer
-        told = where is not None and torch._C._is_torch_function_mode_enabled() and asks()
-        answer: torch.device = where if told else real.fget(self)
+        if where is not None and torch._C._is_torch_function_mode_enabled() and asks():
+            return where
+        answer: torch.device = real.fget(self)
         return answer
 
     patches.set(FakeTensor, "device", property(device))
