@@ -136,13 +136,18 @@ def _by_placements(
 def _data(found: Contract, ranks: Sequence[Facts], native: Facts, mesh: Mapping[str, int]) -> None:
     mine = [{a.key: a for a in r.arrivals} for r in ranks]
     theirs = {a.key: a for a in native.arrivals}
+    rows: dict[Key, Parts] = {}
+    apart: dict[int, set[str]] = {}
     for key, first in mine[0].items():
-        rows = [m[key].value for m in mine if key in m]
-        if len(rows) < len(ranks) or any(v is None for v in rows):
-            continue
-        values = [v for v in rows if v is not None]
-        there = theirs.get(key)
-        placed = data(Parts(tuple(values), mesh), there.value if there is not None else None)
+        values = [m[key].value for m in mine if key in m]
+        known = tuple(v for v in values if v is not None)
+        if len(known) == len(ranks):
+            rows[key] = Parts(known, mesh)
+            apart.setdefault(first.group, set()).update(rows[key].differing)
+    for key, parts in rows.items():
+        first, there = mine[0][key], theirs.get(key)
+        differing = [a for a in mesh if a in apart[first.group]]
+        placed = data(parts, there.value if there is not None else None, differing)
         if placed is not None:
             name = f"data of line {first.line}"
             taken = sum(n.startswith(name) for n, _ in found.data.values())

@@ -35,20 +35,59 @@ _NOTHING = ("aten.empty", "aten.new_empty", "aten.zeros", "aten.new_zeros")
 
 
 def arrivals(rec: ScriptRecorder, done: Functional) -> list[Arrival]:
-    """The data of a rank's program, traced back to where it was made as far as its rows are the same."""
+    """The data of a rank's program, traced back to where it was made as far as its rows are the same.
+
+    Arrivals that meet row by row before they meet parameters are of one `group`.
+    """
     graph = done.graph
     moved = depends_on_inputs(graph)
-    found: dict[Ref, Arrival] = {}
     seen: set[Ref] = set()
+    origins: dict[Ref, int] = {}
     for node in graph.nodes:
-        if node.id not in moved or node.op == "input":
+        if node.id in moved and node.op != "input":
+            for ref in node.refs():
+                if ref.node not in moved:
+                    for origin in _origins(graph, ref, moved, seen):
+                        origins.setdefault(origin, len(origins))
+    _join(graph, origins, moved, seen)
+    found = []
+    for ref, group in origins.items():
+        arrival = _arrival(rec, done, ref, group)
+        if arrival is not None:
+            found.append(arrival)
+    return found
+
+
+def _join(graph: Graph, origins: dict[Ref, int], moved: set[int], seen: set[Ref]) -> None:
+    """Add the origins of what meets the rows of known ones, and put both into one group."""
+    carried = dict(origins)  # refs whose rows are those of an origin -> its group
+    for node in graph.nodes:
+        if node.id in moved or node.comm is not None:
             continue
-        for ref in node.refs():
-            if ref.node not in moved:
-                for origin in _origins(graph, ref, moved, seen):
-                    if origin not in found and (arrival := _arrival(rec, done, origin)) is not None:
-                        found[origin] = arrival
-    return list(found.values())
+        operands = list(node.refs())
+        held = [r for r in operands if r in carried]
+        if not held:
+            continue
+        first, group = held[0], carried[held[0]]
+        shape = _shape(graph, first)
+        for r in operands:
+            other = _shape(graph, r)
+            if r not in carried and len(other) == len(shape) and other[0] == shape[0] > 1:
+                fresh = _origins(graph, r, moved, seen)
+                origins.update(dict.fromkeys(fresh, group))
+                carried[r] = group
+            elif r in carried and carried[r] != group:
+                gone = carried[r]
+                for table in (origins, carried):
+                    table.update({k: group for k, g in table.items() if g == gone})
+        for out in range(len(node.outs)):
+            if Ref(node.id, out) not in carried and _shape(graph, Ref(node.id, out))[:1] == shape[:1]:
+                carried[Ref(node.id, out)] = group
+
+
+def _shape(graph: Graph, ref: Ref) -> tuple[int, ...]:
+    meta = graph.meta(ref)
+    return meta.shape if meta is not None else ()
 
 
 def depends_on_inputs(graph: Graph) -> set[int]:
@@ -89,7 +128,7 @@ def _rows(graph: Graph, ref: Ref) -> int | None:
     return meta.shape[0] if meta is not None and meta.shape else None
 
 
-def _arrival(rec: ScriptRecorder, done: Functional, ref: Ref) -> Arrival | None:
+def _arrival(rec: ScriptRecorder, done: Functional, ref: Ref, group: int) -> Arrival | None:
     """None for what a module makes for itself (noise, masks), and for constants."""
     at = done.origins.get(ref)
     if at is None:
@@ -101,7 +140,7 @@ def _arrival(rec: ScriptRecorder, done: Functional, ref: Ref) -> Arrival | None:
     if node.op.startswith(_NOTHING):
         return None
     key = rec.key(index, out)
-    return Arrival(key, ref, done.values.get(ref), _line(rec, index, node))
+    return Arrival(key, ref, done.values.get(ref), _line(rec, index, node), group)
 
 
 def _line(rec: ScriptRecorder, index: int, node: Node) -> int:

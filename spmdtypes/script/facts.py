@@ -39,12 +39,14 @@ class Held:
 
 @dataclass(frozen=True)
 class Arrival:
-    """Data that meets what depends on parameters: where it came into being, and what it was."""
+    """Data that meets what depends on parameters: where it came into being, and what it was. Data of one
+    `group` has its rows in common."""
 
     key: Key
     ref: Ref
     value: torch.Tensor | None
     line: int = 0
+    group: int = 0
 
 
 @dataclass(frozen=True)

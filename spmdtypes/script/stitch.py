@@ -116,11 +116,11 @@ def _put_together(parts: Parts, dims: Sequence[Sequence[str]], whole: Sequence[i
     return Whole(t, value.to(parts.values[0].dtype))
 
 
-def data(parts: Parts, native: Tensor | None) -> Whole | None:
+def data(parts: Parts, native: Tensor | None, differing: Sequence[str]) -> Whole | None:
     """A batch: cut along its first dim over the axes along which it differs, and along others as the
     sizes of the native run on the mesh of ones say. None: leave it as that run has it."""
     first = parts.values[0]
-    differing = list(parts.differing)
+    differing = list(differing)
     if not parts.even:
         return None
     if not differing:
