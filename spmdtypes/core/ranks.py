@@ -342,6 +342,6 @@ def partition(local: Truth, ref: Truth, mesh: Mapping[str, int]) -> Block | None
             continue
         base = Lin(lo.const, tuple(t for t in lo.terms if t[0][0] != "r"))
         whole = Truth(frozenset([base, base.times(-1).shift(block.size * block.count - 1)]))
-        if ref == whole or (not ref.neg and ref.conj <= whole.conj and not ref.conj):
+        if ref == whole or (not ref.neg and all(x.is_const and x.const >= 0 for x in ref.conj)):
             return block
     return None

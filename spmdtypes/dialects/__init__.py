@@ -1,0 +1,1 @@
+"""Programs annotated for other tools, read as they stand. See README.md."""
