@@ -64,7 +64,8 @@ def test_every_way_to_ask_for_a_device(tmp_path: Path, tensors: bool) -> None:
         on_cuda = {name: t.is_cuda for name, t in made.items()}
         with torch.device("cuda"), torch.device("cpu"):
             inner = torch.zeros(2)
-        others = [torch.zeros(2), inner, torch.zeros(2, device="cuda").to("cpu"), torch.zeros(2, device="cuda").cpu()]
+        t = torch.zeros(2, device="cuda")
+        others = [torch.zeros(2), inner, t.to("cpu"), t.cpu()]
         on_cpu = [t.is_cpu for t in others]
         """,
         tmp_path,

@@ -13,6 +13,7 @@ from typing import Any
 
 from spmdtypes.capture.patches import Patches
 from spmdtypes.capture.scripting.context import Context
+from spmdtypes.capture.scripting.imports import Hooks
 from spmdtypes.capture.scripting.overlay import Entry, Overlay
 
 _WRITES = set("wax+")
@@ -26,6 +27,7 @@ def install(patches: Patches, context: Context) -> None:
     _patch_writes(patches, overlay)
     _patch_links(patches, overlay)
     _patch_directory(patches, overlay)
+    Hooks(patches, context).when("sqlite3", lambda module: _patch_databases(patches, overlay, module))
     # descriptors of folders would lead past the layer
     patches.set(shutil, "_use_fd_functions", False)
 
@@ -258,6 +260,20 @@ def _patch_links(patches: Patches, overlay: Overlay) -> None:
 
     patches.set(os, "symlink", symlink)
     patches.set(os, "link", link)
+
+
+def _patch_databases(patches: Patches, overlay: Overlay, module: Any) -> None:
+    """A database is opened to be changed."""
+    connect = module.connect
+
+    @functools.wraps(connect)
+    def connect_here(database: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = _is_path(database) and str(database) not in ("", ":memory:") and not kwargs.get("uri")
+        if plain and overlay.covers(database):
+            database = overlay.prepare(database, keep=True)
+        return connect(database, *args, **kwargs)
+
+    patches.everywhere(connect, connect_here)
 
 
 def _patch_directory(patches: Patches, overlay: Overlay) -> None:

@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
-from torch import Tensor
-
 from spmdtypes.capture.scripting.context import Context
 
 # packages whose whole use is to show a run to people
@@ -29,6 +27,7 @@ OFFLINE = {
 }
 _TEXTS = ("id", "name", "project", "entity", "group", "url", "notes", "job_type", "run_id", "experiment_id")
 _FOLDERS = ("dir", "log_dir", "logdir", "artifact_uri", "path")
+_NO_VALUES = frozenset("step global_step epoch walltime iteration commit context config bins timestamp".split())
 _CALLED_TEXTS = ("get_logdir", "generate_id", "get_url", "get_artifact_uri", "get_key", "project_name")
 
 
@@ -36,8 +35,8 @@ class Sink:
     """Any object of such a package: called, entered, indexed or asked for anything, it is another one.
     What is logged is noted under the names it was given."""
 
-    def __init__(self, context: Context, package: str, path: str = "") -> None:
-        self.__dict__.update(_context=context, _package=package, _path=path, _made={})
+    def __init__(self, context: Context, package: str, path: str = "", key: str = "") -> None:
+        self.__dict__.update(_context=context, _package=package, _path=path, _key=key, _made={})
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -56,7 +55,7 @@ class Sink:
             return Table(self._context, self._package, logs=name == "summary")
         if name in _CALLED_TEXTS:
             return lambda *args, **kwargs: self._place() if name == "get_logdir" else "run"
-        return Sink(self._context, self._package, name)
+        return Sink(self._context, self._package, name, self._key)
 
     def _place(self) -> str:
         folder = self._context.folder / "tracking"
@@ -68,7 +67,7 @@ class Sink:
             return self._made.setdefault("run", Run(self._context, self._package, kwargs.get("config")))
         if len(args) == 1 and not kwargs and callable(args[0]) and not isinstance(args[0], type):
             return args[0]  # a decorator
-        note_given(self._context, self._package, args, kwargs)
+        note_given(self._context, self._package, (self._key, *args) if self._key else args, kwargs)
         return Sink(self._context, self._package, self._path)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -80,7 +79,7 @@ class Sink:
     def __exit__(self, *exc: Any) -> None: ...
 
     def __getitem__(self, key: Any) -> Any:
-        return self.__dict__["_made"].setdefault(key, Sink(self._context, self._package, str(key)))
+        return self.__dict__["_made"].setdefault(key, Sink(self._context, self._package, str(key), str(key)))
 
     def __setitem__(self, key: Any, value: Any) -> None:
         note_given(self._context, self._package, (key, value), {})
@@ -156,7 +155,7 @@ def note_given(context: Context, package: str, args: tuple[Any, ...], kwargs: Ma
     """Names and values in the arguments of a call that logs: a dict of them, or a name and a value."""
     from spmdtypes.capture.scripting.logs import values_in
 
-    given = [*args, *(v for k, v in kwargs.items() if isinstance(v, (Mapping, Tensor)) or k == "value")]
+    given = [*args, *(v for k, v in kwargs.items() if k not in _NO_VALUES)]
     name = next((a for a in (*args, *kwargs.values()) if isinstance(a, str)), "")
     value = next((a for a in given if not isinstance(a, (str, Mapping)) and a is not None), None)
     for table in (a for a in given if isinstance(a, Mapping)):
