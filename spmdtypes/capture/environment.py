@@ -37,6 +37,7 @@ def environment(world_size: int, rank: int, fake: bool = True) -> Iterator[None]
     address = {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     with contextlib.ExitStack() as stack:
         if fake:
+            stack.callback(setattr, sys, "excepthook", sys.excepthook)  # making a group wraps it
             _fake_group(world_size, rank)
             stack.callback(_destroy)
             stack.callback(_forget_meshes)

@@ -396,8 +396,10 @@ class _Functionaliser:
         values = {_renumber(r, number, refs): v for r, v in self.values.items() if r.node in number}
         origins: dict[Ref, tuple[int, int]] = {}
         for key, ref in self.raw_refs.items():
-            if ref.node in number and rec.trace[key[0]].op != "source":
-                origins.setdefault(_renumber(ref, number, refs), key)
+            if ref.node in number:
+                new = _renumber(ref, number, refs)
+                if rec.trace[origins.get(new, key)[0]].op == "source" or new not in origins:
+                    origins[new] = key
         return Functional(graph, values, origins)
 
     def _rename(self, outputs: dict[str, Ref]) -> None:

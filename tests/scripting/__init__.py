@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import sys
 import textwrap
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ def run(
     with ExitStack() as stack:
         if not fake:
             world, rank = 1, 0
+            stack.callback(setattr, sys, "excepthook", sys.excepthook)
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
             stack.callback(dist.destroy_process_group)

@@ -75,6 +75,7 @@ def _others(c: Context) -> dict[str, str]:
     return {k: str(v) for k, v in values.items()}
 
 
+_MAPPING = ("os.py", "_collections_abc.py", "<frozen os>", "<frozen _collections_abc>")
 _RANKS = {  # a launcher's variable for the rank, by the beginning of all its names
     "SLURM_": "SLURM_PROCID",
     "OMPI_": "OMPI_COMM_WORLD_RANK",
@@ -98,7 +99,7 @@ def _patch_others(patches: Patches, context: Context) -> None:
             launcher = next((p for p in _RANKS if isinstance(key, str) and key.startswith(p)), None)
             if launcher is None or key not in values:
                 raise
-            if not context.callers.user_asks(through=("os.py", "_collections_abc.py", "<frozen os>")):
+            if not context.callers.user_asks(through=_MAPPING):
                 raise
             if key == _RANKS[launcher] or key.endswith(("LOCALID", "LOCAL_RANK", "NTASKS", "WORLD_SIZE")):
                 found.add(launcher)

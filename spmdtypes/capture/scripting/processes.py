@@ -97,7 +97,8 @@ def _patch_process(patches: Patches, context: Context) -> None:
     def begin(self: Any) -> None:
         if not context.callers.user_asks(through=_INSIDE):
             return start(self)
-        if context.initialised:
+        ranks = min(context.node, context.world - context.node_rank * context.node)
+        if context.initialised and not 0 < len(started) < ranks:
             raise context.refuse(
                 f"another process is started ({getattr(self._target, '__name__', type(self).__name__)}): "
                 "a check follows the ranks alone; run the script without it here"

@@ -27,7 +27,9 @@ OFFLINE = {
 }
 _TEXTS = ("id", "name", "project", "entity", "group", "url", "notes", "job_type", "run_id", "experiment_id")
 _FOLDERS = ("dir", "log_dir", "logdir", "artifact_uri", "path")
-_NO_VALUES = frozenset("step global_step epoch walltime iteration commit context config bins timestamp".split())
+_NO_VALUES = frozenset(
+    "step global_step epoch walltime iteration commit context config bins timestamp".split()
+)
 _CALLED_TEXTS = ("get_logdir", "generate_id", "get_url", "get_artifact_uri", "get_key", "project_name")
 
 
