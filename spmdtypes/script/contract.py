@@ -17,6 +17,8 @@ from spmdtypes.script.facts import Facts, Held, Key, Replacement
 from spmdtypes.script.launch import Launch
 from spmdtypes.script.stitch import Parts, Whole, data, parameter, replicated
 
+# made of nothing but numbers of the script: equal values are meant to be equal
+_CERTAIN = ("aten.arange", "aten.linspace", "aten.full", "aten.ones", "aten.eye", "aten.scalar_tensor")
 _SHARD = re.compile(r"^_?(?:Strided)?S(?:hard)?\((?:dim=)?(\d+)")
 
 
@@ -34,12 +36,13 @@ class Contract:
     unplaced: list[str] = field(default_factory=list)
     assumptions: list[str] = field(default_factory=list)
 
-    def replacement(self, axes: Mapping[str, tuple[str, ...]]) -> Replacement:
+    def replacement(self, axes: Mapping[str, tuple[str, ...]], samplers: Sequence[int]) -> Replacement:
         """What the reference is given."""
         return Replacement(
             {n: w.value for n, w in self.held.items()},
             {k: (name, w.value) for k, (name, w) in self.data.items()},
             axes,
+            tuple(samplers),
         )
 
     def types(self) -> dict[str, Type]:
@@ -147,9 +150,11 @@ def _data(found: Contract, ranks: Sequence[Facts], native: Facts, mesh: Mapping[
     for key, parts in rows.items():
         first, there = mine[0][key], theirs.get(key)
         differing = [a for a in mesh if a in apart[first.group]]
+        if key.op.startswith(_CERTAIN):
+            differing = list(parts.differing)
         placed = data(parts, there.value if there is not None else None, differing)
         if placed is not None:
-            name = f"data of line {first.line}"
+            name = f"data of line {first.line}" if first.line else f"batch {key.count} of the data loader"
             taken = sum(n.startswith(name) for n, _ in found.data.values())
             found.data[key] = (f"{name} ({taken + 1})" if taken else name, placed)
 

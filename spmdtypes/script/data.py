@@ -30,6 +30,8 @@ _SUMMARIES = (
     "aten.norm.",
     "aten.linalg_vector_norm.",
 )
+# their first operand is looked up in: its rows are not those of the result
+_TABLES = ("aten.index.", "aten.index_select.", "aten.gather.", "aten.embedding.", "aten.take.")
 # memory that is filled later
 _NOTHING = ("aten.empty", "aten.new_empty", "aten.zeros", "aten.new_zeros")
 
@@ -64,7 +66,7 @@ def _join(graph: Graph, origins: dict[Ref, int], moved: set[int], seen: set[Ref]
     for node in graph.nodes:
         if node.id in moved or node.comm is not None:
             continue
-        operands = list(node.refs())
+        operands = list(node.refs())[node.op.startswith(_TABLES) :]
         held = [r for r in operands if r in carried]
         if not held:
             continue
@@ -134,9 +136,11 @@ def _arrival(rec: ScriptRecorder, done: Functional, ref: Ref, group: int) -> Arr
     if at is None:
         return None
     index, out = at
+    node = done.graph.nodes[ref.node]
+    if index in rec.batch_keys:
+        return Arrival(rec.key(index), ref, done.values.get(ref), 0, group)
     if rec.depths[index]:
         return None
-    node = done.graph.nodes[ref.node]
     if node.op.startswith(_NOTHING):
         return None
     key = rec.key(index, out)

@@ -14,7 +14,8 @@ from spmdtypes.graph import Frame, Ref
 
 class Key(NamedTuple):
     """Which result of the script this is, told alike on every rank: the op, where it was called, the how
-    manyth result of that op from there, and which of its outputs."""
+    manyth result of that op from there, and which of its outputs. A batch of a data loader has "batch" as
+    op and its number as count."""
 
     op: str
     places: tuple[tuple[str, int, int], ...]
@@ -70,6 +71,7 @@ class Facts:
     placements: dict[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
     reads: list[Read] = field(default_factory=list)
     owners: dict[str, str] = field(default_factory=dict)  # border of a state -> parameter
+    samplers: list[int] = field(default_factory=list)  # replicas of each distributed sampler
     steps: int = 0
     ended: str = ""
     notes: tuple[str, ...] = ()
@@ -86,8 +88,9 @@ class ScriptOutcome(Outcome):
 @dataclass(frozen=True)
 class Replacement:
     """What the reference is given: values of parameters and buffers by name, and of data by key; for
-    groups, by site, the axes they stand for."""
+    groups, by site, the axes they stand for. `samplers`: how many replicas distributed samplers have."""
 
     held: Mapping[str, torch.Tensor] = field(default_factory=dict)
     data: Mapping[Key, tuple[str, torch.Tensor]] = field(default_factory=dict)
     axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    samplers: tuple[int, ...] = ()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DistributedSampler
 
 from spmdtypes.capture.patches import Patches, patched
 from spmdtypes.script.launch import Launch
@@ -29,6 +30,7 @@ def run(launch: Launch, mesh: Mapping[str, int], rec: ScriptRecorder, limit: flo
     rec.stacks.stop_at(run.__code__)
     rec.stacks.stop_at(_execute.__code__)
     with _started_as(launch, mesh), _time_limit(limit), patched() as patches:
+        _watch_samplers(patches, rec)
         _watch_groups(patches, rec, alone=all(n == 1 for n in mesh.values()))
         try:
             with rec.recording():
@@ -98,6 +100,21 @@ def _time_limit(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def _watch_samplers(patches: Patches, rec: ScriptRecorder) -> None:
+    """The reference's data loaders are as long as a rank's: its samplers are those of the first replica."""
+    init = DistributedSampler.__init__
+
+    def sampler_init(self: Any, dataset: Any, num_replicas: Any = None, rank: Any = None, *a: Any, **k: Any) -> None:
+        known = rec.facts.samplers
+        given = rec.replacement.samplers if rec.replacement is not None else ()
+        if len(known) < len(given):
+            num_replicas, rank = given[len(known)], 0
+        init(self, dataset, num_replicas, rank, *a, **k)
+        known.append(self.num_replicas)
+
+    patches.set(DistributedSampler, "__init__", sampler_init)
 
 
 # ---- process groups and meshes, and where they were made

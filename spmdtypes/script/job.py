@@ -15,6 +15,7 @@ import torch
 from spmdtypes.capture.environment import environment
 from spmdtypes.capture.functionalise import functionalise
 from spmdtypes.capture.replay import complete
+from spmdtypes.capture.scripting import scripting
 from spmdtypes.core.simulate import coordinates
 from spmdtypes.differential import frames
 from spmdtypes.differential.experiment import Failure
@@ -45,13 +46,6 @@ class ScriptJob:
         torch.set_default_dtype(torch.float64 if self.wide else torch.float32)
 
     def run(self, state: None, rank: int, index: int, report: Report) -> Outcome:
-        import os
-        try:
-            if os.environ.get("STUB"): raise ImportError
-            from spmdtypes.capture.scripting import scripting
-        except ImportError:
-            from spmdtypes.script._stub import scripting
-
         watch = Watch(self.mesh, report, self.draws[rank] if self.draws else None, self.wide)
         rec = ScriptRecorder(
             self.mesh,
@@ -70,7 +64,8 @@ class ScriptJob:
                 if self.wide:
                     stack.enter_context(wide_defaults())
                 stack.enter_context(environment(prod(self.mesh.values()), rank, fake=False))
-                stack.enter_context(scripting(fake=False, folder=folder, note=notes.append))
+                around = stack.enter_context(scripting(fake=False, folder=folder, note=notes.append))
+                around.on_batch(rec.batch)
                 rec.facts.ended = host.run(self.launch, self.mesh, rec, self.limit)
             self._finish(rec, watch, out)
         except (Exception, SystemExit) as e:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -24,7 +25,7 @@ from spmdtypes.capture.raw import Raw, Res, View
 from spmdtypes.capture.recorder import Recorder
 from spmdtypes.capture.run import Outputs, local
 from spmdtypes.capture.stacks import CLIP, LIBRARY, MODULE
-from spmdtypes.differential.widen import WideRecorder
+from spmdtypes.differential.widen import WIDE, WideRecorder
 from spmdtypes.script import lineage
 from spmdtypes.script.facts import Facts, Held, Key, Read, Replacement
 
@@ -94,6 +95,7 @@ class ScriptRecorder(WideRecorder):
         self.tensors: dict[str, Tensor] = {}
         self.counts: list[int] = []  # of every raw node: the how manyth of its op and stack
         self.depths: list[bool] = []  # of every raw node: inside a module's forward?
+        self.batch_keys: dict[int, Key] = {}  # of raw nodes that stand for tensors of a batch
         self.sites: dict[str, str] = {}  # name of a process group -> where it was made
         self._seen: Counter[tuple[str, tuple[tuple[str, int, int], ...]]] = Counter()
         self._known_places: dict[int, tuple[tuple[str, int, int], ...]] = {}
@@ -171,6 +173,8 @@ class ScriptRecorder(WideRecorder):
 
     def key(self, index: int, out: int = 0) -> Key:
         """How the result of a raw node is told on every rank."""
+        if index in self.batch_keys:
+            return self.batch_keys[index]
         raw = self.trace[index]
         return Key(raw.op, self._places(raw.stack), self.counts[index], out)
 
@@ -181,6 +185,28 @@ class ScriptRecorder(WideRecorder):
             frames = self.stacks.resolve(stack)[:4]
             found = self._known_places[stack] = tuple((f.file, f.line, f.col) for f in frames)
         return found
+
+    def batch(self, number: int, batch: Any) -> Any:
+        """A data loader gives its `number`-th batch; the reference gets the ranks' in its stead."""
+        leaves = itertools.count()
+
+        def arrive(t: Tensor) -> Tensor:
+            key = Key("batch", (), number, next(leaves))
+            if self.wide and t.dtype in WIDE:
+                t = t.to(WIDE[t.dtype])
+            new = self.replacement.data.get(key) if self.replacement is not None else None
+            with self.pause():
+                if new is not None:
+                    name, value = new
+                    t = value.to(t.dtype).clone()
+                    self.bind(t, name)
+                else:
+                    t = t.clone()  # memory of its own, never seen before
+                    self.view(t)
+                    self.batch_keys[len(self.trace) - 1] = key
+            return t
+
+        return map_tensors(arrive, batch)
 
     def _with_data(self, raw: Raw, index: int, out: Any) -> Any:
         """The result with those of its tensors replaced that the ranks have as parts."""
@@ -372,6 +398,21 @@ def _tensors(root: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor, bool]]
     for name, b in root.named_buffers(remove_duplicate=False):
         if isinstance(b, Tensor):
             yield _joined(prefix, canonical(name)), b, True
+
+
+def map_tensors(f: Callable[[Tensor], Tensor], x: Any) -> Any:
+    """`x` with `f` of every tensor in its containers; mappings of other types are changed in place."""
+    if isinstance(x, Tensor):
+        return f(x)
+    if type(x) is dict:
+        return {k: map_tensors(f, v) for k, v in x.items()}
+    if isinstance(x, (list, tuple)):
+        parts = [map_tensors(f, v) for v in x]
+        return type(x)(*parts) if hasattr(x, "_fields") else type(x)(parts)
+    if isinstance(x, MutableMapping):
+        for k, v in list(x.items()):
+            x[k] = map_tensors(f, v)
+    return x
 
 
 def _as_placed(grad: Any, p: Any) -> Tensor:
