@@ -67,11 +67,6 @@ def _frames(tb: TracebackType | None) -> list[tuple[str, int]]:
     return [f for f in frames if _is_ours(f[0]) or not _is_library(f[0])]
 
 
-def is_own_file(filename: str) -> bool:
-    """One of this package's?"""
-    return _is_ours(filename)
-
-
 def is_user_file(filename: str) -> bool:
     """Neither ours, nor Python's, nor an installed package's?"""
     return not (_is_ours(filename) or _is_library(filename))

@@ -91,7 +91,7 @@ SERVICES = {
     "wandb": """
         import wandb
         from wandb import AlertLevel
-        run = wandb.init(project="p", config={"lr": 0.1}, mode="online", settings=wandb.Settings(start_method="fork"))
+        run = wandb.init(project="p", config={"lr": 0.1}, settings=wandb.Settings(console="off"))
         assert wandb.config.lr == 0.1 and wandb.config["lr"] == 0.1 and run.config.lr == 0.1
         assert wandb.run is run and isinstance(run.id, str) and isinstance(wandb.run.name, str)
         wandb.define_metric("loss", step_metric="step")

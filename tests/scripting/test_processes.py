@@ -54,7 +54,8 @@ def test_ranks_started_one_by_one(tmp_path: Path, kind: str) -> None:
 
 REFUSED = {
     "process": (
-        "import multiprocessing as mp, torch.distributed as dist\ndist.init_process_group()\nmp.Process(target=print).start()",
+        "import multiprocessing as mp, torch.distributed as dist\n"
+        "dist.init_process_group()\nmp.Process(target=print).start()",
         "train.py:3: error: another process is started (print)",
     ),
     "fork": ("import os\nif os.fork() == 0:\n    pass", "train.py:2: error: another process is forked"),
@@ -200,7 +201,7 @@ def test_ends(tmp_path: Path, code: str) -> None:
 COMPILERS = {
     "function": "f = torch.compile(lambda x: x + 1)",
     "decorator": "@torch.compile\ndef f(x):\n    return x + 1",
-    "decorator with options": "@torch.compile(mode='max-autotune', fullgraph=True, dynamic=False)\ndef f(x):\n    return x + 1",
+    "decorator with options": "@torch.compile(mode='max-autotune', fullgraph=True)\ndef f(x):\n    return x + 1",
     "options": "f = torch.compile(lambda x: x + 1, backend='inductor', options={'triton.cudagraphs': True})",
     "dynamo": "import torch._dynamo\nf = torch._dynamo.optimize('inductor')(lambda x: x + 1)",
     "disabled": "@torch.compiler.disable(recursive=False)\ndef f(x):\n    return x + 1",

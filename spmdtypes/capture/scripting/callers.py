@@ -7,7 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from spmdtypes.errors import is_own_file, is_user_file
+from spmdtypes.errors import is_user_file
+
+_HERE = Path(__file__).resolve().parent
+# what stands between a caller and the function of torch or Python that it calls
+_BETWEEN = (
+    str(_HERE) + "/",
+    *(str(_HERE.parent / f"{name}.py") for name in ("accelerator", "environment", "observers", "patches")),
+)
 
 
 class Callers:
@@ -19,15 +26,16 @@ class Callers:
         self._known: dict[str, bool | None] = {}
 
     def _is_user(self, filename: str) -> bool | None:
-        """None for our own files."""
+        """None for what stands between."""
         try:
             return self._known[filename]
         except KeyError:
-            found = (
-                None if is_own_file(filename) else is_user_file(filename) or filename.startswith(self._own)
-            )
+            found = None if filename.startswith(_BETWEEN) else self._belongs(filename)
             self._known[filename] = found
             return found
+
+    def _belongs(self, filename: str) -> bool:
+        return is_user_file(filename) or filename.startswith(self._own)
 
     def user_asks(self, through: tuple[str, ...] = ()) -> bool:
         """Does the user's code call the function of ours that calls this? Frames of files whose names

@@ -351,7 +351,15 @@ def _patch_signals(patches: Patches, context: Context) -> None:
     patches.set(signal, "getsignal", handler_of)
     for name, nothing in (("alarm", 0), ("setitimer", (0.0, 0.0)), ("pause", None), ("raise_signal", None)):
         if hasattr(signal, name):
-            patches.set(signal, name, returning(nothing))
+            patches.set(signal, name, _not_for_users(context, getattr(signal, name), nothing))
+
+
+def _not_for_users(context: Context, real: Callable[..., Any], nothing: Any) -> Callable[..., Any]:
+    @functools.wraps(real)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return nothing if context.callers.user_asks() else real(*args, **kwargs)
+
+    return call
 
 
 def _patch_typing(patches: Patches, context: Context) -> None:
