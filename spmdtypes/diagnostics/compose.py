@@ -389,6 +389,8 @@ def subject(border: str, program: Program) -> str:
         return f"the norm that {key.rpartition(' ')[0] or key} returns"
     if kind == "metric":
         return f"the number read at {key}"
+    if kind == "assert":
+        return f"what is asserted to be {key}"
     rest = border.removeprefix("output").lstrip(".")
     return f'the output "{rest}"' if rest not in ("", "output") else "the output"
 

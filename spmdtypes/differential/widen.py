@@ -41,13 +41,31 @@ def widened(func: Any, args: Any, kwargs: Mapping[str, Any], call: Callable[...,
     writes = any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
     try:
         return call(func, new_args, new_kwargs)
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, NotImplementedError) as e:
+        if writes and "float tensor" in str(e):
+            return _with_low_scalars(func, new_args, new_kwargs, call)
         if writes:
             raise
     try:
         return call(func, *tree_map(_wide_tensor, (new_args, new_kwargs)))
     except (RuntimeError, NotImplementedError):
         return tree_map(_wide_tensor, call(func, args, kwargs))
+
+
+def _with_low_scalars(func: Any, args: Any, kwargs: Any, call: Callable[..., Any]) -> Any:
+    """Call an in-place kernel that wants its scalars (a loss scale, a flag) in f32, whatever the rest is."""
+    low: list[tuple[Tensor, Tensor]] = []
+
+    def lower(x: Any) -> Any:
+        if isinstance(x, Tensor) and x.dtype == torch.float64 and x.numel() == 1 and not isinstance(x, list):
+            low.append((x, x.float()))
+            return low[-1][1]
+        return x
+
+    out = call(func, tuple(lower(a) for a in args), {k: lower(v) for k, v in kwargs.items()})
+    for high, lowered in low:
+        high.copy_(lowered)
+    return out
 
 
 def _wide_dtype(x: Any) -> Any:

@@ -32,7 +32,9 @@ def mesh_of(facts: Sequence[Facts], world: int, declared: Mapping[str, int] | No
     if declared:
         if prod(declared.values()) != world:
             sizes = "*".join(str(n) for n in declared.values())
-            raise CannotCheck(f"the mesh {_shown(declared)} has {sizes} = {prod(declared.values())} ranks, not {world}")
+            raise CannotCheck(
+                f"the mesh {_shown(declared)} has {sizes} = {prod(declared.values())} ranks, not {world}"
+            )
         return dict(declared)
     sets = {ranks for f in facts for ranks in f.groups.values() if 1 < len(ranks) < world}
     named = [
@@ -84,7 +86,7 @@ def _names(facts: Sequence[Facts], sizes: Sequence[int]) -> list[str]:
     plain = {f"axis{i}": n for i, n in enumerate(sizes)}
     names: dict[str, str] = {}
     for site, ranks in facts[0].groups.items():
-        axes = Groups(plain, {}).axes(ranks) if 1 < len(ranks) else ()
+        axes = Groups(plain, {}).axes(ranks) if len(ranks) > 1 else ()
         if len(axes) == 1:
             found = _called(site)
             if found and found not in names.values():

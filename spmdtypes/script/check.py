@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
 from torch import Tensor
 
-from spmdtypes.checker import conclude
+from spmdtypes.checker import conclude, replace_mesh
 from spmdtypes.contracts import Program
 from spmdtypes.core.simulate import coordinates
+from spmdtypes.diagnostics.finding import Finding, in_order
 from spmdtypes.differential import streams
 from spmdtypes.differential.compare import compare_seed, merge
 from spmdtypes.differential.experiment import Border, Experiment, Failure, RankRun
 from spmdtypes.differential.process import STALLED, Execution, execute
 from spmdtypes.errors import CannotCheck
+from spmdtypes.graph import Graph
 from spmdtypes.report import Report
-from spmdtypes.script import axes, contract
+from spmdtypes.script import axes, contract, stages
 from spmdtypes.script.facts import Facts, ScriptOutcome
 from spmdtypes.script.job import ScriptJob
 from spmdtypes.script.launch import Launch
@@ -67,26 +70,12 @@ class _Check:
         if ranks.divergence is not None:
             return conclude(self._blank(flat), self._failed(ranks, flat))
         self._refuse(ranks, "")
-        facts = _facts(ranks)
-        mesh = axes.mesh_of(facts, self.world, self.declared)
-        sites = axes.axes_by_site(facts[0], mesh)
-        small = dict.fromkeys(mesh, 1)
-        empty = contract.Contract().replacement(sites, facts[0].samplers)
-        reference = self.execute(ScriptJob(self.launch, small, self.options.limit, empty))
-        self._refuse(reference, " on the mesh of ones (one rank)")
-        found = contract.contract(facts, _facts(reference)[0], mesh, sites)
-        job = replace(reference.job, replacement=found.replacement(sites, facts[0].samplers))
-        reference = self.execute(job)
-        self._refuse(reference, " on the mesh of ones, given the ranks' values,")
-        ranks, reference = self._with_equal_draws(ranks, reference, mesh, small, found)
-        program = contract.program(
-            self.launch, mesh, found, facts, ranks.outcomes[0][0].borders
-        )
-        experiment = _experiment(program, ranks, reference, mesh, small, found)
-        return conclude(program, experiment)
+        mesh = axes.mesh_of(_facts(ranks), self.world, self.declared)
+        run = _Runs(self, ranks, mesh, axes.axes_by_site(_facts(ranks)[0], mesh))
+        return run.report()
 
     def _blank(self, mesh: Mapping[str, int]) -> Program:
-        return contract.program(self.launch, mesh, contract.Contract(), [Facts()], {})
+        return contract.program(self.launch, mesh, contract.Contract(), Facts(), {})
 
     def _failed(self, ranks: Execution[ScriptJob], mesh: Mapping[str, int]) -> Experiment:
         small = dict.fromkeys(mesh, 1)
@@ -105,26 +94,113 @@ class _Check:
     def _file(self) -> str | None:
         return None if self.launch.module else self.launch.target
 
+
+@dataclass
+class _Runs:
+    """The ranks' run and what follows from it."""
+
+    check: _Check
+    ranks: Execution[ScriptJob]
+    mesh: Mapping[str, int]
+    sites: Mapping[str, tuple[str, ...]]
+
+    def report(self) -> Report:
+        facts = _facts(self.ranks)
+        small = dict.fromkeys(self.mesh, 1)
+        nothing = contract.Contract().replacement(self.sites, facts[0].samplers)
+        job = ScriptJob(self.check.launch, small, self.check.options.limit, nothing, wide=self.ranks.job.wide)
+        native = self.check.execute(job)
+        self.check._refuse(native, " on the mesh of ones (one rank)")
+        names = stages.renamed(_outcomes(self.ranks), _facts(native)[0], self.mesh)
+        self._rename(names)
+        self.found = contract.contract(_facts(self.ranks), _facts(native)[0], self.mesh, self.sites)
+        given = self.found.replacement(self.sites, facts[0].samplers)
+        reference = self.check.execute(replace(job, replacement=given))
+        self.check._refuse(reference, " on the mesh of ones, given the ranks' values,")
+        self._rename(names)
+        reference = self._with_equal_draws(reference, small)
+        self._rename(names)
+        parts = [self._part(p, reference) for p in self._parts()]
+        if any(e.wrong for _, e in parts):
+            again = self._with_counts(reference)
+            if again is not None:
+                parts, reference = again
+        return _merged([conclude(program, e) for program, e in parts])
+
+    def _rename(self, names: Sequence[Mapping[str, str]]) -> None:
+        for o, n in zip(_outcomes(self.ranks), names):
+            if not set(n.values()) & set(o.facts.held) - set(n):
+                stages.rename(o, n)
+
+    def _parts(self) -> list[stages.Part]:
+        return list(stages.parts_of(self.mesh, stages.split_axes(_facts(self.ranks), self.mesh)))
+
+    def _part(self, part: stages.Part, reference: Execution[ScriptJob]) -> tuple[Program, Experiment]:
+        outcomes = [_outcomes(self.ranks)[r] for r in part.ranks]
+        held = {n: w for n, w in self.found.held.items() if n in outcomes[0].facts.held}
+        found = replace(self.found, held=held)
+        program = contract.program(
+            self.check.launch, part.mesh, found, outcomes[0].facts, outcomes[0].borders
+        )
+        wide = self.ranks.job.wide
+        return program, _experiment(program, outcomes, self.mesh, part, _outcomes(reference)[0], found, wide)
+
+    def _with_counts(
+        self, reference: Execution[ScriptJob]
+    ) -> tuple[list[tuple[Program, Experiment]], Execution[ScriptJob]] | None:
+        """All parts right, when numbers that are a rank's count of samples are those of all its ranks? A
+        script that divides by its batch size says so in a number, which does not grow with the batch."""
+        counts = self.found.counts()
+        given = reference.job.replacement
+        if not counts or given is None:
+            return None
+        again = self.check.execute(replace(reference.job, replacement=replace(given, counts=counts)))
+        if not again.complete:
+            return None
+        parts = [self._part(p, again) for p in self._parts()]
+        if any(e.wrong for _, e in parts):
+            return None
+        for _, e in parts:
+            e.notes += ("a number equal to one rank's count of samples is taken for that of all ranks",)
+        return parts, again
+
     def _with_equal_draws(
-        self,
-        ranks: Execution[ScriptJob],
-        reference: Execution[ScriptJob],
-        mesh: Mapping[str, int],
-        small: Mapping[str, int],
-        found: contract.Contract,
-    ) -> tuple[Execution[ScriptJob], Execution[ScriptJob]]:
+        self, reference: Execution[ScriptJob], small: Mapping[str, int]
+    ) -> Execution[ScriptJob]:
         """Both run again with random numbers that agree, where that makes a difference."""
-        mine = [o[0].noted for o in ranks.outcomes]
-        theirs = [o[0].noted for o in reference.outcomes]
-        batch = {a for _, w in found.data.values() for a in (w.type.dims or ())[0].axes}
-        plan = streams.plan(mine, theirs, mesh, small, batch)
+        mine = [o.noted for o in _outcomes(self.ranks)]
+        theirs = [o.noted for o in _outcomes(reference)]
+        batch = {a for _, w in self.found.data.values() for a in (w.type.dims or ())[0].axes}
+        plan = streams.plan(mine, theirs, self.mesh, small, batch)
         if streams.changes_anything(mine, plan.ranks):
-            again = self.execute(replace(ranks.job, draws=tuple(plan.ranks)))
-            ranks = again if again.complete else ranks
+            again = self.check.execute(replace(self.ranks.job, draws=tuple(plan.ranks)))
+            self.ranks = again if again.complete else self.ranks
         if streams.changes_anything(theirs, plan.reference):
-            again = self.execute(replace(reference.job, draws=tuple(plan.reference)))
+            again = self.check.execute(replace(reference.job, draws=tuple(plan.reference)))
             reference = again if again.complete else reference
-        return ranks, reference
+        return reference
+
+
+def _merged(reports: Sequence[Report]) -> Report:
+    """One report of the parts of a program: stages, experts."""
+    if len(reports) == 1:
+        return reports[0]
+    findings: dict[object, Finding] = {}
+    counts: Counter[str] = Counter()
+    unknown: Counter[str] = Counter()
+    for r in reports:
+        counts.update(r.counts)
+        unknown.update(r.unknown_ops)
+        for f in r.findings:
+            findings.setdefault((f.code, f.span and f.span.line), f)
+    return replace(
+        reports[0],
+        findings=in_order(list(findings.values())),
+        counts=dict(counts),
+        unknown_ops=dict(unknown),
+        assumptions=tuple(dict.fromkeys(a for r in reports for a in r.assumptions)),
+        nodes=max(r.nodes for r in reports),
+    )
 
 
 _ENDED = {
@@ -147,41 +223,51 @@ def _heard(f: Failure, where: str, launch: Launch) -> CannotCheck:
     if f.error == "Died":
         first += f" ({f.output.strip().splitlines()[-1][:300]})" if f.output.strip() else ""
     said = first if f.error == "CannotCheck" else f"{f.error}: {first}"
-    return CannotCheck(f"rank {f.rank}{where} raised {said}" if f.error != "CannotCheck" else said, file, line)
+    return CannotCheck(
+        f"rank {f.rank}{where} raised {said}" if f.error != "CannotCheck" else said, file, line
+    )
 
 
-def _facts(execution: Execution[ScriptJob]) -> list[Facts]:
+def _outcomes(execution: Execution[ScriptJob]) -> list[ScriptOutcome]:
+    """What each rank has to say."""
     found = []
     for outcomes in execution.outcomes:
         assert isinstance(outcomes[0], ScriptOutcome)
-        found.append(outcomes[0].facts)
+        found.append(outcomes[0])
     return found
+
+
+def _facts(execution: Execution[ScriptJob]) -> list[Facts]:
+    return [o.facts for o in _outcomes(execution)]
 
 
 def _experiment(
     program: Program,
-    ranks: Execution[ScriptJob],
-    reference: Execution[ScriptJob],
+    outcomes: Sequence[ScriptOutcome],
     mesh: Mapping[str, int],
-    small: Mapping[str, int],
+    part: stages.Part,
+    reference: ScriptOutcome,
     found: contract.Contract,
+    wide: bool,
 ) -> Experiment:
+    """The ranks of one part against the reference."""
+    small = dict.fromkeys(part.mesh, 1)
     experiment = Experiment(
-        mesh=dict(mesh),
-        reference_mesh=dict(small),
+        mesh=dict(part.mesh),
+        reference_mesh=small,
         seeds=(0,),
-        ranks=_runs(ranks, mesh, found),
-        reference=_runs(reference, small, found),
-        crossed=ranks.crossed,
-        tolerance=_tolerance(ranks, reference),
-        notes=tuple(dict.fromkeys(n for f in _facts(ranks)[:1] for n in f.notes)),
+        ranks=[
+            _run(i, c, o, _graph(o, mesh, r, part, found))
+            for i, (c, o, r) in enumerate(zip(coordinates(part.mesh), outcomes, part.ranks))
+        ],
+        reference=[_run(0, dict.fromkeys(part.mesh, 0), reference, reference.graph)],
+        tolerance=_tolerance([*outcomes, reference], wide),
+        notes=outcomes[0].facts.notes,
     )
-    borders = _read_by_some([o[0].borders for o in ranks.outcomes])
-    theirs = [o[0].borders for o in reference.outcomes]
-    seen = compare_seed(
-        program, program.params, mesh, borders, small, theirs, 0, experiment.tolerance
-    )
-    experiment.borders = {n: _as_read(b, mesh) for n, b in merge([seen]).items()}
+    borders = _read_by_some([o.borders for o in outcomes])
+    wanted = {b: v for b, v in reference.borders.items() if any(b in x for x in borders)}
+    seen = compare_seed(program, program.params, part.mesh, borders, small, [wanted], 0, experiment.tolerance)
+    experiment.borders = {n: _as_read(b, part.mesh) for n, b in merge([seen]).items()}
     return experiment
 
 
@@ -206,30 +292,29 @@ def _read_by_some(borders: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Ten
     return [first | dict(rank) for rank in borders]
 
 
-def _tolerance(*executions: Execution[ScriptJob]) -> float:
-    wide = all(e.job.wide for e in executions)
-    eps = max((o.eps for e in executions for r in e.outcomes for o in r), default=0.0)
+def _tolerance(outcomes: Sequence[ScriptOutcome], wide: bool) -> float:
+    eps = max((o.eps for o in outcomes), default=0.0)
     return 1e-6 if wide and eps <= 2.0**-24 else max(1e-6, 64 * eps)
 
 
-def _runs(
-    execution: Execution[ScriptJob], mesh: Mapping[str, int], found: contract.Contract
-) -> list[RankRun]:
-    out = []
-    for rank, (coords, outcomes) in enumerate(zip(coordinates(mesh), execution.outcomes)):
-        o = outcomes[0]
-        assert isinstance(o, ScriptOutcome)
-        run = RankRun(rank, coords)
-        run.borders[0] = o.borders
-        run.values[0] = o.values
-        graph = o.graph
-        if graph is not None and prod(mesh.values()) > 1:
-            graph = axes.on_mesh(graph, mesh, rank)
-            named = {a.ref: found.data[a.key][0] for a in o.facts.arrivals if a.key in found.data}
-            for ref, name in named.items():
-                if ref.out == 0 and len(graph.nodes[ref.node].outs) == 1:
-                    node = graph.nodes[ref.node]
-                    graph.nodes[ref.node] = replace(node, op="input", args=(), kwargs={}, name=name)
-        run.graph = graph
-        out.append(run)
-    return out
+def _run(rank: int, coords: Mapping[str, int], o: ScriptOutcome, graph: Graph | None) -> RankRun:
+    run = RankRun(rank, dict(coords))
+    run.borders[0], run.values[0], run.graph = o.borders, o.values, graph
+    return run
+
+
+def _graph(
+    o: ScriptOutcome, mesh: Mapping[str, int], rank: int, part: stages.Part, found: contract.Contract
+) -> Graph | None:
+    """A rank's graph on the mesh of its part, its data as inputs."""
+    if o.graph is None:
+        return None
+    graph = axes.on_mesh(o.graph, mesh, rank)
+    for a in o.facts.arrivals:
+        node = graph.nodes[a.ref.node]
+        if a.key in found.data and a.ref.out == 0 and len(node.outs) == 1:
+            graph.nodes[a.ref.node] = replace(node, op="input", args=(), kwargs={}, name=found.data[a.key][0])
+    if len(part.mesh) < len(mesh):
+        graph = replace_mesh(graph, part.mesh)
+        graph.coords = {x: c for x, c in graph.coords.items() if x in part.mesh}
+    return graph

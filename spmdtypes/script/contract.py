@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 
 from torch import Tensor
@@ -15,7 +16,8 @@ from spmdtypes.drive import short_dtype
 from spmdtypes.notation import Dim, Type
 from spmdtypes.script.facts import Facts, Held, Key, Replacement
 from spmdtypes.script.launch import Launch
-from spmdtypes.script.stitch import Parts, Whole, data, parameter, replicated
+from spmdtypes.script.stages import common
+from spmdtypes.script.stitch import Parts, Whole, data, parameter
 
 # made of nothing but numbers of the script: equal values are meant to be equal
 _CERTAIN = ("aten.arange", "aten.linspace", "aten.full", "aten.ones", "aten.eye", "aten.scalar_tensor")
@@ -30,6 +32,7 @@ class Contract:
     that only some ranks have.
     """
 
+    mesh: Mapping[str, int] = field(default_factory=dict)
     held: dict[str, Whole] = field(default_factory=dict)
     data: dict[Key, tuple[str, Whole]] = field(default_factory=dict)
     parted: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -45,6 +48,19 @@ class Contract:
             tuple(samplers),
         )
 
+    def counts(self) -> dict[int, int]:
+        """A rank's counts of samples, and of the elements of its samples, and those of all ranks."""
+        found: dict[int, int] = {}
+        for _, w in self.data.values():
+            dims = w.type.dims or ()
+            whole = local = 1
+            for d, n in zip(dims, w.value.shape):
+                cut = prod(self.mesh[a] for a in d.axes)
+                whole, local = whole * n, local * (n // cut)
+                if whole > local > 1:
+                    found.setdefault(local, whole)
+        return found
+
     def types(self) -> dict[str, Type]:
         return {n: w.type for n, w in self.held.items()}
 
@@ -53,7 +69,7 @@ def contract(
     ranks: Sequence[Facts], native: Facts, mesh: Mapping[str, int], axes: Mapping[str, tuple[str, ...]]
 ) -> Contract:
     """`native` is the run on the mesh of ones with its own values; `axes` what groups stand for, by site."""
-    found = Contract()
+    found = Contract(mesh)
     _held(found, ranks, native, mesh, axes)
     _data(found, ranks, native, mesh)
     return found
@@ -69,15 +85,20 @@ def _held(
     mesh: Mapping[str, int],
     axes: Mapping[str, tuple[str, ...]],
 ) -> None:
-    names = [n for n in ranks[0].held if n in native.held and all(n in r.held for r in ranks)]
+    names = dict.fromkeys(n for r in ranks for n in r.held if n in native.held)
     likely: Counter[str] = Counter()
     guessed: list[str] = []
     for name in names:
-        rows = [r.held[name] for r in ranks]
+        holders = [i for i, r in enumerate(ranks) if name in r.held]
+        free = mesh if len(holders) == len(ranks) else common(holders, mesh)
+        if free is None:
+            found.unplaced.append(name)
+            continue
+        rows = [ranks[i].held[name] for i in holders]
         first, whole = rows[0], native.held[name]
-        parts = Parts(tuple(h.value for h in rows), mesh)
+        parts = Parts(tuple(h.value for h in rows), free)
         if first.placements is not None:
-            placed = _by_placements(first, parts, mesh, axes)
+            placed = _by_placements(first, parts, free, axes)
         elif first.buffer and _no_values_needed(parts, whole):
             placed = None
         else:
@@ -119,9 +140,7 @@ def _by_placements(
             dims[int(m.group(1))] += [a for a in axes if mesh[a] > 1]
         elif m or placement.startswith("P"):
             return None
-    t = Type(
-        tuple(Dim(n, tuple(a)) for n, a in zip(first.shape, dims)), short_dtype(first.value.dtype)
-    )
+    t = Type(tuple(Dim(n, tuple(a)) for n, a in zip(first.shape, dims)), short_dtype(first.value.dtype))
     from spmdtypes.differential.layout import ShapeError, assemble
 
     try:
@@ -141,15 +160,17 @@ def _data(found: Contract, ranks: Sequence[Facts], native: Facts, mesh: Mapping[
     theirs = {a.key: a for a in native.arrivals}
     rows: dict[Key, Parts] = {}
     apart: dict[int, set[str]] = {}
-    for key, first in mine[0].items():
-        values = [m[key].value for m in mine if key in m]
-        known = tuple(v for v in values if v is not None)
-        if len(known) == len(ranks):
-            rows[key] = Parts(known, mesh)
+    everything = {key: a for m in reversed(mine) for key, a in m.items()}
+    for key, first in everything.items():
+        holders = [i for i, m in enumerate(mine) if key in m]
+        known = tuple(v for i in holders if (v := mine[i][key].value) is not None)
+        free = common(holders, mesh) if len(known) == len(holders) else None
+        if free is not None:
+            rows[key] = Parts(known, free)
             apart.setdefault(first.group, set()).update(rows[key].differing)
     for key, parts in rows.items():
-        first, there = mine[0][key], theirs.get(key)
-        differing = [a for a in mesh if a in apart[first.group]]
+        first, there = everything[key], theirs.get(key)
+        differing = [a for a in parts.mesh if a in apart[first.group]]
         if key.op.startswith(_CERTAIN):
             differing = list(parts.differing)
         placed = data(parts, there.value if there is not None else None, differing)
@@ -166,21 +187,21 @@ def program(
     launch: Launch,
     mesh: Mapping[str, int],
     found: Contract,
-    ranks: Sequence[Facts],
+    facts: Facts,
     borders: Mapping[str, Tensor],
 ) -> Program:
     """The contract of what a step leaves: parameters and states denote what they did, gradients are those
     of one device, norms and what is read are the same everywhere."""
     params = found.types()
     results: dict[str, Type] = {}
-    owners = ranks[0].owners
+    owners = facts.owners
     for border, value in borders.items():
         kind = border.partition(":")[0]
         if kind in ("norm", "metric"):
             results[border] = Type(tuple(Dim(n) for n in value.shape))
         elif kind == "state" and border in owners:
             t = params.get(owners[border])
-            held = ranks[0].held.get(owners[border])
+            held = facts.held.get(owners[border])
             if t is not None and held is not None and held.value.shape == value.shape and value.ndim:
                 results[border] = replace(t, dtype=None)
             elif value.ndim == 0:

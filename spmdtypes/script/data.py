@@ -117,6 +117,9 @@ def _origins(graph: Graph, ref: Ref, moved: set[int], seen: set[Ref]) -> list[Re
         if not meta.shape or node.op.startswith(_SUMMARIES):
             todo += behind
             continue
+        if node.op == "aten.cat.default" and all((_rows(graph, p) or 0) > 1 for p in behind):
+            todo += behind  # batches of two kinds, one after the other
+            continue
         same = [p for p in behind if _rows(graph, p) == meta.shape[0]]
         if same:
             todo += same

@@ -88,9 +88,11 @@ class ScriptOutcome(Outcome):
 @dataclass(frozen=True)
 class Replacement:
     """What the reference is given: values of parameters and buffers by name, and of data by key; for
-    groups, by site, the axes they stand for. `samplers`: how many replicas distributed samplers have."""
+    groups, by site, the axes they stand for. `samplers`: how many replicas distributed samplers have.
+    `counts`: numbers that stand for one rank's samples, and what stands for those of all."""
 
     held: Mapping[str, torch.Tensor] = field(default_factory=dict)
     data: Mapping[Key, tuple[str, torch.Tensor]] = field(default_factory=dict)
     axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     samplers: tuple[int, ...] = ()
+    counts: Mapping[int, int] = field(default_factory=dict)

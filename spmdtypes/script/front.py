@@ -37,7 +37,9 @@ def _launch(paths: Sequence[Path], args: argparse.Namespace) -> Launch:
         raise CannotCheck("give one script: a file, or -m NAME")
     (path,) = paths
     if not path.is_file():
-        raise CannotCheck("no such file" if not path.exists() else "a script is a file, not a folder", path, 1)
+        raise CannotCheck(
+            "no such file" if not path.exists() else "a script is a file, not a folder", path, 1
+        )
     return Launch(str(path.resolve()), own, False, reference, args.steps)
 
 

@@ -72,7 +72,7 @@ def own_files(launch: Launch) -> Any:
 
     def own(file: str) -> bool:
         inside = file.removeprefix(root)
-        return file.startswith(root) and "site-packages" not in inside or file == launch.target
+        return (file.startswith(root) and "site-packages" not in inside) or file == launch.target
 
     return own
 
@@ -106,7 +106,9 @@ def _watch_samplers(patches: Patches, rec: ScriptRecorder) -> None:
     """The reference's data loaders are as long as a rank's: its samplers are those of the first replica."""
     init = DistributedSampler.__init__
 
-    def sampler_init(self: Any, dataset: Any, num_replicas: Any = None, rank: Any = None, *a: Any, **k: Any) -> None:
+    def sampler_init(
+        self: Any, dataset: Any, num_replicas: Any = None, rank: Any = None, *a: Any, **k: Any
+    ) -> None:
         known = rec.facts.samplers
         given = rec.replacement.samplers if rec.replacement is not None else ()
         if len(known) < len(given):

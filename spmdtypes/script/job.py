@@ -18,15 +18,16 @@ from spmdtypes.capture.replay import complete
 from spmdtypes.capture.scripting import scripting
 from spmdtypes.core.simulate import coordinates
 from spmdtypes.differential import frames
-from spmdtypes.differential.experiment import Failure
+from spmdtypes.differential.experiment import Call, Failure
 from spmdtypes.differential.rank import Outcome, Report, join, within_limit
+from spmdtypes.differential.rendezvous import PAIRED
 from spmdtypes.differential.streams import Substitution
 from spmdtypes.differential.watch import Watch
 from spmdtypes.differential.widen import wide_defaults
 from spmdtypes.script import data, host
 from spmdtypes.script.facts import Replacement, ScriptOutcome
 from spmdtypes.script.launch import Launch
-from spmdtypes.script.recorder import ScriptRecorder
+from spmdtypes.script.recorder import EndOfSteps, ScriptRecorder
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,13 @@ class ScriptJob:
         torch.set_default_dtype(torch.float64 if self.wide else torch.float32)
 
     def run(self, state: None, rank: int, index: int, report: Report) -> Outcome:
-        watch = Watch(self.mesh, report, self.draws[rank] if self.draws else None, self.wide)
+        def heard(call: Call, places: frames.Places) -> None:
+            """A stage of a pipeline that waits for the next step's input has done its steps."""
+            if call.kind in PAIRED and rec.finished:
+                raise EndOfSteps
+            report(call, places)
+
+        watch = Watch(self.mesh, heard, self.draws[rank] if self.draws else None, self.wide)
         rec = ScriptRecorder(
             self.mesh,
             coordinates(self.mesh)[rank],

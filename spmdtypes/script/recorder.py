@@ -32,6 +32,14 @@ from spmdtypes.script.facts import Facts, Held, Key, Read, Replacement
 # parts of names that wrappers add
 _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _CUT_ATTRIBUTES = ("partition_dim",)
+_SCALED = {
+    torch.ops.aten.div.Tensor,
+    torch.ops.aten.div.Scalar,
+    torch.ops.aten.mul.Tensor,
+    torch.ops.aten.mul.Scalar,
+    torch.ops.aten.div_.Tensor,
+    torch.ops.aten.mul_.Tensor,
+}
 _READS = ("aten._local_scalar_dense.default",)
 
 
@@ -160,6 +168,8 @@ class ScriptRecorder(WideRecorder):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = len(self.trace)
+        if self.replacement is not None and self.replacement.counts and not self.paused:
+            args = self._counted(func, args)
         record = super().__torch_dispatch__ if self.wide else super(WideRecorder, self).__torch_dispatch__
         out = record(func, types, args, kwargs)
         if self.paused or out is NotImplemented or len(self.trace) == before:
@@ -170,6 +180,19 @@ class ScriptRecorder(WideRecorder):
         if raw.op in _READS and self.loaded and args[0].is_floating_point():
             self._read(raw, args[0])
         return out
+
+    def _counted(self, func: Any, args: Any) -> Any:
+        """A factor or divisor that is one rank's count of samples becomes that of all."""
+        if func not in _SCALED or len(args) < 2 or not isinstance(args[1], (int, float)) or not self.loaded:
+            return args
+        assert self.replacement is not None
+        old, counts = args[1], self.replacement.counts
+        if old in counts:
+            return (args[0], counts[int(old)], *args[2:])
+        inverse = round(1 / old) if 0 < old < 1 else 0
+        if inverse in counts and abs(old * inverse - 1) < 1e-12:
+            return (args[0], 1 / counts[inverse], *args[2:])
+        return args
 
     def key(self, index: int, out: int = 0) -> Key:
         """How the result of a raw node is told on every rank."""
@@ -228,7 +251,11 @@ class ScriptRecorder(WideRecorder):
     def _read(self, raw: Raw, t: Tensor) -> None:
         """The script takes a number out of a tensor."""
         frames = self.stacks.resolve(raw.stack)
-        if not frames or raw.phase in ("backward", "optimizer", "clip", "hook") or not self.own(frames[0].file):
+        if (
+            not frames
+            or raw.phase in ("backward", "optimizer", "clip", "hook")
+            or not self.own(frames[0].file)
+        ):
             return
         place = (frames[0].file, frames[0].line)
         self._reads[place] += 1
@@ -247,7 +274,7 @@ class ScriptRecorder(WideRecorder):
         super().entering(module)
 
     def _root_call(self, module: nn.Module) -> None:
-        if torch.is_grad_enabled() and (self._finished() or self._changed(module)):
+        if torch.is_grad_enabled() and (self.finished or self._changed(module)):
             raise EndOfSteps
         if next(module.parameters(), None) is None:
             return
@@ -323,7 +350,9 @@ class ScriptRecorder(WideRecorder):
         self.facts.steps += changed
         return changed
 
-    def _finished(self) -> bool:
+    @property
+    def finished(self) -> bool:
+        """Has every optimizer done its steps?"""
         done = [o for o in self._optimizers if self._steps[id(o)] >= self.wanted]
         return bool(done) and len(done) == len([o for o in self._optimizers if o.param_groups])
 
