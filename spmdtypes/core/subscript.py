@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -175,6 +175,8 @@ def _pick(w: _Work, digits: list[int], at: Num, mesh: Mapping[str, int], d: int)
 
 def _window(w: _Work, d: int, s: Window, mesh: Mapping[str, int], aligned: bool | None) -> None:
     start, length = Num.of(s.start, aligned is True), Num.of(s.length, aligned is True)
+    if aligned is False:  # whatever a reference would read there
+        start, length = replace(start, ref=None), replace(length, ref=None)
     if length.steps:
         raise LayoutError("a length that differs between ranks", unsupported=True)
     if d in w.open:

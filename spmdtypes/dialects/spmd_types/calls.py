@@ -239,6 +239,8 @@ class _Case:
             if den.varying:
                 unknown.append(den.reason)
                 continue
+            if den.op not in ("", "sum"):
+                wrong.append(f"the result is a pending {den.op}, which no annotation can say")
             left = [a for a, k in den.scale if k and a not in den.partial]
             if left:
                 wrong.append(f"the result is off by a factor of {', '.join(left)}")

@@ -1,22 +1,26 @@
 """Annotations of a running program as contracts at the places where they are made.
 
-`assert_type(x, ...)` says what `x` is there. While a recorder watches, each such call becomes a border
-`assert:<k>`: the value at that moment, and the type it is declared to have. Whoever infers the program
-confirms or refutes it. A claim about a tensor that nobody computed tells how it is placed.
+`assert_type(x, ...)` says what `x` is there. While a recorder watches, each such call becomes a border,
+`assert:{tp: R} at model.py:14`: the value at that moment, and the type it is declared to have. Whoever
+infers the program confirms or refutes it. A claim about a tensor that nobody computed tells how it is
+placed.
 
 The letters say something of the gradient too: that of an I, P or S tensor is complete, complete, or cut
-alike; it is the border `assert:<k>.grad`. Nothing is claimed along an axis that is V, or that is not
-mentioned; and nothing about a gradient along an axis where the tensor is R. A claim is about placement,
-not about a common factor: `{dp: P}` is as true of a sum as of a mean over dp.
+alike. This is a border of its own, `grad:what is asserted to be {tp: I} at model.py:14`. Nothing is
+claimed along an axis that is V, or that is not mentioned; and nothing about a gradient along an axis where
+the tensor is R. A claim is about placement, not about a common factor: `{dp: P}` is as true of a sum as of
+a mean over dp.
 """
 
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,12 +42,11 @@ from spmdtypes.verdict import UNDECIDED, Status, Verdict
 
 @dataclass(frozen=True)
 class Claim:
-    """`border` denotes `type`, except over the axes `open`. `text` is the annotation, in its own terms."""
+    """`border` denotes `type`, except over the axes `open`."""
 
     border: str
     type: Type
     open: frozenset[str]
-    text: str
 
 
 @dataclass
@@ -85,6 +88,7 @@ class _Watch:
         self.rec, self.found, self.runtime = rec, found, runtime
         self.axes = Axes(rec.mesh)
         self.depth = 0
+        self.times: Counter[str] = Counter()
         self.sources: set[int] = set()
         self.scanned = 0
 
@@ -164,7 +168,6 @@ class _Watch:
     def _claim(self, tensor: Tensor, said: Annotation | None) -> None:
         if said is None or not said.letters:
             return
-        name = f"assert:{len(self.found.claims)}"
         mesh = self.rec.mesh
         view = self._view(tensor)
         shape = tuple(view.shape)
@@ -172,18 +175,18 @@ class _Watch:
         if view not in self.found.placed and self._foreign(view):
             self.found.placed[view] = given
         open_axes = frozenset(a for a in mesh if said.letters.get(a, "V") == "V") - said.cut_axes
-        self._keep(Claim(name, given, open_axes, written(said)), tensor)
+        name = self._keep("assert:", Claim(written(said), given, open_axes), tensor)
         if tensor.requires_grad and torch.is_grad_enabled():
             dual = said.gradient()
             silent = open_axes | {a for a, x in said.letters.items() if x == "R"}
             if silent < set(mesh):
-                hook = self._hook(f"{name}.grad", dual, silent)
+                hook = self._hook(f"grad:what is asserted to be {name.removeprefix('assert:')}", dual, silent)
                 tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def _hook(self, border: str, dual: Annotation, silent: frozenset[str]) -> Callable[[Tensor], None]:
         def hook(grad: Tensor) -> None:
-            claim = Claim(border, dual.type(tuple(local(grad).shape), self.rec.mesh), silent, written(dual))
-            self._keep(claim, grad)
+            given = dual.type(tuple(local(grad).shape), self.rec.mesh)
+            self._keep("", Claim(border, given, silent), grad)
 
         return hook
 
@@ -199,15 +202,22 @@ class _Watch:
         self.scanned = len(self.rec.trace)
         return view.storage in self.sources
 
-    def _keep(self, claim: Claim, tensor: Tensor) -> None:
-        """The value now, whatever becomes of its memory."""
+    def _keep(self, kind: str, claim: Claim, tensor: Tensor) -> str:
+        """The value now, whatever becomes of its memory. The name of the border."""
         view = self._view(tensor)
         raw = Raw("aten.clone.default", (view,), outs=(TensorMeta(view.shape, view.dtype),))
         self.rec.situate(raw)
         index = self.rec.append(raw)
         self.rec.keep(index, 0, local(tensor))
-        self.found.claims.append(claim)
-        self.found.views[claim.border] = Res(index)
+        name = claim.border
+        frames = self.rec.stacks.resolve(raw.stack) if kind else ()
+        if frames:
+            name = f"{kind}{name} at {Path(frames[0].file).name}:{frames[0].line}"
+        self.times[name] += 1
+        name = name if self.times[name] == 1 else f"{name} (time {self.times[name]})"
+        self.found.claims.append(replace(claim, border=name))
+        self.found.views[name] = Res(index)
+        return name
 
 
 def written(said: Annotation) -> str:
@@ -244,7 +254,7 @@ def _judged(claim: Claim, inference: Inference, mesh: Mapping[str, int]) -> Verd
             return unknown
         return replace(unknown, status="wrong", evidence="proved", expected=expected)
     wrong = mismatch(replace(seen, varying=frozenset(), scale=expected.scale), expected, left)
-    if wrong is not None and claim.border.endswith(".grad") and wrong.kind == "double":
+    if wrong is not None and claim.border.startswith("grad:") and wrong.kind == "double":
         wrong = None  # a factor, as far as placement goes
     status: Status = "wrong" if wrong else "right"
     return Verdict(
