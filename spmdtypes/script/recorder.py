@@ -72,7 +72,7 @@ def described(group: Any) -> str:
     return desc if desc not in ("", "undefined", "default_pg") else ""
 
 
-class ScriptRecorder(WideRecorder):
+class ScriptRecorder(WideRecorder):  # type: ignore[no-untyped-call]
     """A recorder of a whole script. The program proper begins when a module with parameters is called
     for the first time: what its parameters and buffers hold then are the graph's inputs.
 
@@ -149,7 +149,7 @@ class ScriptRecorder(WideRecorder):
             clipped = [parameters] if isinstance(parameters, Tensor) else list(parameters)
             self._gradients(clipped)
             norm = clip(clipped, *args, **kwargs)
-            if isinstance(norm, Tensor) and self.loaded:
+            if self.loaded:
                 self._norms += 1
                 self.snapshot(f"norm:clip_grad_norm_ {self._norms}", norm)
             return norm
@@ -344,11 +344,15 @@ class ScriptRecorder(WideRecorder):
             return False
         with self.quiet():
             changed = any(
-                held.requires_grad and not torch.equal(local(self.tensors[name]), held.value)
+                held.requires_grad and not self.unchanged(self.tensors[name], held)
                 for name, held in self.facts.held.items()
             )
         self.facts.steps += changed
         return changed
+
+    def unchanged(self, t: Tensor, held: Held) -> bool:
+        """Does a parameter or buffer hold what it held when the program began?"""
+        return torch.equal(local(t), held.value)
 
     @property
     def finished(self) -> bool:
@@ -384,6 +388,9 @@ class ScriptRecorder(WideRecorder):
         """The script has ended: note what it leaves."""
         with self.pause(), torch.no_grad():
             for name, t in self.tensors.items():
+                held = self.facts.held[name]
+                if held.buffer and self.unchanged(t, held):
+                    continue
                 self.snapshot(f"param:{name}", t)
             for optimizer in self._optimizers:
                 self._states(optimizer)
