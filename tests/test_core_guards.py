@@ -213,6 +213,10 @@ def padded_rows(world, rank, group, x):
     return nn.functional.pad(x, (0, 0, rank * x.shape[0], (world - 1 - rank) * x.shape[0])).t().sum(0)
 
 
+def kept_by_the_first(world, rank, group, x):
+    return torch.where(torch.full((), rank) == 0, x, 0.0)
+
+
 LOSS = {"logits": f"f32[{TOKENS} {VOCAB}@tp]", "labels": f"i64[{TOKENS}] < {VOCAB}"}
 ROWS = {"ids": f"i64[{TOKENS}] < {VOCAB}", "weight": f"f32[{VOCAB}@tp 3]"}
 GRAD = {"grad": f"f32[{TOKENS} 3]"} | ROWS
@@ -238,6 +242,7 @@ GRAD = {"grad": f"f32[{TOKENS} 3]"} | ROWS
         (clamped_rows, ROWS, "5 3 | tp:P"),
         (padded, {"x": "f32[4 12@tp]"}, "4 12 | tp:P"),
         (padded_rows, {"x": "f32[12@tp 4]"}, "12 | tp:P"),
+        (kept_by_the_first, {"x": "f32[4 3]"}, "4 3 | tp:P"),
     ],
 )
 def test_owned_blocks(f, inputs, result, n):

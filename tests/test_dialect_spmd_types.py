@@ -293,6 +293,42 @@ def test_what_local_map_returns_is_a_claim():
     assert any(v.border.startswith("assert:{tp: R}") for v in found.wrong)
 
 
+class Watched(nn.Module):
+    """Runs under the checker of spmd_types itself, with a loss that is a sum over dp."""
+
+    def __init__(self, mesh):
+        super().__init__()
+        self.mesh, n = mesh, mesh["tp"].size()
+        self.up, self.down = nn.Parameter(torch.empty(16 // n, 8)), nn.Parameter(torch.empty(8, 16 // n))
+
+    def forward(self, x: Tensor) -> Tensor:
+        from spmd_types.checker import typecheck
+
+        with typecheck(local=False), spmd.set_current_mesh(self.mesh):
+            spmd.assert_type(x, {"dp": S(0), "tp": R})
+            spmd.assert_type(self.up, {"dp": R}, spmd.PartitionSpec("tp", None))
+            spmd.assert_type(self.down, {"dp": R, "tp": S(1)})
+            y = F.linear(F.gelu(F.linear(x, self.up)), self.down)
+            y = spmd.all_reduce(y, "tp", src=P, dst=I)
+            return spmd.assert_type(y.sum(), {"dp": P, "tp": I})
+
+
+def test_its_own_checker_may_be_at_work():
+    from spmdtypes.dialects.spmd_types.program import check
+
+    program = Program(
+        "watched",
+        {"dp": 2, "tp": 2},
+        Watched,
+        inputs={"x": parse("8@dp 8")},
+        params={"up": parse("16@tp 8"), "down": parse("8 16@tp")},
+        output=parse("[] | dp:P"),
+    )
+    verdicts = check(program).verdicts
+    assert {v.status for v in verdicts} == {"right"}
+    assert sum(v.border.startswith("assert:") for v in verdicts) == 4  # none of its checker's own
+
+
 def test_a_claim_about_a_parameter_is_its_placement():
     _, found = checked()
     assert {str(t) for t in found.claims.placed.values()} == {"16@tp 8"}
