@@ -84,26 +84,7 @@ def clip_gradients(model: nn.Module, limit: float, stages: dist.ProcessGroup) ->
     return total
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--pp", type=int, default=1, help="pipeline stages")
-    parser.add_argument("--microbatches", type=int, help="of one pipeline; two a stage if not given")
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--batch-size", type=int, default=16, help="sequences in the global batch")
-    parser.add_argument("--seq-len", type=int, default=16)
-    parser.add_argument("--vocab", type=int, default=64)
-    parser.add_argument("--width", type=int, default=32)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--seed", type=int, default=11)
-    args = parser.parse_args()
-
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo")
+def train(args: argparse.Namespace, device: torch.device) -> None:
     dp = dist.get_world_size() // args.pp
     mesh = init_device_mesh(device.type, (args.pp, dp), mesh_dim_names=("pp", "dp"))
     stage_index, replica = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
@@ -139,6 +120,28 @@ def main() -> None:
         if dist.get_rank() == 0:
             print(f"step {step} loss {loss.item():.6f} grad norm {norm.item():.6f}")
 
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--pp", type=int, default=1, help="pipeline stages")
+    parser.add_argument("--microbatches", type=int, help="of one pipeline; two a stage if not given")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--batch-size", type=int, default=16, help="sequences in the global batch")
+    parser.add_argument("--seq-len", type=int, default=16)
+    parser.add_argument("--vocab", type=int, default=64)
+    parser.add_argument("--width", type=int, default=32)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--seed", type=int, default=11)
+    args = parser.parse_args()
+
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if cuda else "gloo")
+    train(args, device)
     dist.destroy_process_group()
 
 

@@ -139,26 +139,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
                 table.addcdiv_(grad, state["sum"].sqrt() + group["eps"], value=-group["lr"])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--shards", type=int, default=1, help="ranks that hold a replica of the tables")
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--batch-size", type=int, default=16, help="samples of one rank")
-    parser.add_argument("--samples", type=int, default=512)
-    parser.add_argument("--dense", type=int, default=8, help="dense features")
-    parser.add_argument("--rows", type=int, nargs="+", default=[64, 32, 128], help="of each table")
-    parser.add_argument("--bag", type=int, default=4, help="most ids a sample has for a table")
-    parser.add_argument("--width", type=int, default=16)
-    parser.add_argument("--lr", type=float, default=0.02)
-    parser.add_argument("--table-lr", type=float, default=0.05)
-    parser.add_argument("--seed", type=int, default=31)
-    args = parser.parse_args()
-
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo")
+def train(args: argparse.Namespace, device: torch.device) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     shape = (world // args.shards, args.shards)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replica", "shard"))
@@ -189,6 +170,28 @@ def main() -> None:
         if rank == 0:
             print(f"step {step} loss {mean.item():.6f} calibration {calibration.item():.6f}")
 
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--shards", type=int, default=1, help="ranks that hold a replica of the tables")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--batch-size", type=int, default=16, help="samples of one rank")
+    parser.add_argument("--samples", type=int, default=512)
+    parser.add_argument("--dense", type=int, default=8, help="dense features")
+    parser.add_argument("--rows", type=int, nargs="+", default=[64, 32, 128], help="of each table")
+    parser.add_argument("--bag", type=int, default=4, help="most ids a sample has for a table")
+    parser.add_argument("--width", type=int, default=16)
+    parser.add_argument("--lr", type=float, default=0.02)
+    parser.add_argument("--table-lr", type=float, default=0.05)
+    parser.add_argument("--seed", type=int, default=31)
+    args = parser.parse_args()
+
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if cuda else "gloo")
+    train(args, device)
     dist.destroy_process_group()
 
 

@@ -133,26 +133,7 @@ def sequence_groups(sp: int) -> dist.ProcessGroup:
     return mine
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--sp", type=int, default=1, help="ranks that share a sequence")
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--batch-size", type=int, default=2, help="sequences of a sequence group")
-    parser.add_argument("--samples", type=int, default=64)
-    parser.add_argument("--seq-len", type=int, default=32)
-    parser.add_argument("--vocab", type=int, default=64)
-    parser.add_argument("--width", type=int, default=32)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--dropout", type=float, default=0.1)
-    parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=7)
-    args = parser.parse_args()
-
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
-    dist.init_process_group("nccl" if cuda else "gloo")
+def train(args: argparse.Namespace, device: torch.device) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     if world % args.sp or args.heads % args.sp or args.seq_len % args.sp:
         raise SystemExit("--sp has to divide the number of ranks, --heads and --seq-len")
@@ -189,6 +170,28 @@ def main() -> None:
         if rank == 0:
             print(f"step {step} loss {mean.item():.6f} grad norm {norm.item():.6f}")
 
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--sp", type=int, default=1, help="ranks that share a sequence")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--batch-size", type=int, default=2, help="sequences of a sequence group")
+    parser.add_argument("--samples", type=int, default=64)
+    parser.add_argument("--seq-len", type=int, default=32)
+    parser.add_argument("--vocab", type=int, default=64)
+    parser.add_argument("--width", type=int, default=32)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=7)
+    args = parser.parse_args()
+
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    dist.init_process_group("nccl" if cuda else "gloo")
+    train(args, device)
     dist.destroy_process_group()
 
 
