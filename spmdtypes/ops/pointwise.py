@@ -92,6 +92,7 @@ for _name, _function in BITWISE.items():
     _logic(_name, _names, _function)
 for _name in ("and", "or", "xor"):
     _logic(_name, f"logical_{_name}")
+    _logic(_name, f"__{_name}__.Tensor __{_name}__.Scalar", BITWISE[_name])
 
 
 @op("add.Tensor add.Scalar")

@@ -97,6 +97,8 @@ def _pointwise(c: _Make) -> None:
     for name in ("and", "or", "xor"):
         c(f"logical_{name}", x, y)
         c(f"bitwise_{name}.Tensor", c.truth(4, 8), c.truth(4, 8), name="bool")
+        c(f"__{name}__.Tensor", c.truth(4, 8), c.truth(4, 8), name="bool")
+        c(f"__{name}__.Tensor", c.below(4, 4, 8), c.below(4, 4, 8))
     c("logical_not", x)
     for name in ("add", "sub", "mul", "div"):
         c(f"{name}.Tensor", x, y)

@@ -1,0 +1,237 @@
+"""A script too large to run: a few of its ranks are recorded without values, and the rules decide."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from spmdtypes.capture.fake import coordinates
+from spmdtypes.capture.raw import DTYPES
+from spmdtypes.checker import conclude_recorded, replace_mesh
+from spmdtypes.contracts import Program
+from spmdtypes.errors import CannotCheck
+from spmdtypes.graph import Graph, Ref
+from spmdtypes.report import Report
+from spmdtypes.script import axes, represent
+from spmdtypes.script.contract import Contract
+from spmdtypes.script.contract import program as program_of
+from spmdtypes.script.facts import Key, Replacement
+from spmdtypes.script.fakes import Captured, FakeJob, capture_all, meta
+from spmdtypes.script.launch import Launch
+
+
+@dataclass
+class Costs:
+    """What a check cost: CPU seconds by stage, the largest process (GB), and nodes."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    rss: float = 0.0
+    raw: int = 0
+    nodes: int = 0
+
+    def captured(self, stage: str, found: Sequence[Captured]) -> None:
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + sum(c.cpu for c in found)
+        self.rss = max([self.rss, *(c.rss for c in found)])
+        self.raw = max([self.raw, *(c.raw for c in found)])
+
+
+def check_large(
+    launch: Launch,
+    world: int,
+    declared: Mapping[str, int] | None,
+    limit: float,
+    rank: int = 0,
+    costs: Costs | None = None,
+) -> Report:
+    """Does a step of this script compute on `world` ranks, seen from `rank`, what it computes on one?
+
+    Raises `CannotCheck` when that cannot be found out.
+    """
+    start = time.perf_counter()
+    report = _Large(launch, world, declared, limit, rank, costs or Costs()).report()
+    return replace(report, seconds=time.perf_counter() - start)
+
+
+@dataclass
+class _Large:
+    launch: Launch
+    world: int
+    declared: Mapping[str, int] | None
+    limit: float
+    rank: int
+    costs: Costs
+
+    def report(self) -> Report:
+        flat = {"world": self.world}
+        job = FakeJob(self.launch, self.declared or flat, self.limit)
+        (first,) = self.capture("first rank", job, [self.rank])
+        mesh = axes.mesh_of([first.facts], self.world, self.declared)
+        sites = axes.axes_by_site(first.facts, mesh)
+        ones = FakeJob(
+            self.launch,
+            dict.fromkeys(mesh, 1),
+            self.limit,
+            Replacement(axes=sites, samplers=tuple(first.facts.samplers)),
+        )
+        (native,) = self.capture("reference", ones, [0])
+        others = self.capture("other ranks", job, representative_ranks(mesh, self.rank))
+        seen, mesh = self._represented(mesh, first, others)
+        found = represent.contract(seen, native.facts, sites)
+        reference = self._reference(found, native, ones, sites, first)
+        graphs = [_graph(c, mesh, self.world_mesh, found.data) for c in (first, *(o for _, o in seen.others))]
+        report = self._conclude(found, first, graphs, reference)
+        counts = found.counts()
+        if report.errors and counts and any(f.code in _SCALES for f in report.errors):
+            again = self._with_counts(found, ones, sites, first, graphs, counts)
+            report = again if again is not None else report
+        return replace(report, assumptions=(*report.assumptions, *_notes(first, self.rank)))
+
+    def capture(self, stage: str, job: FakeJob, ranks: Sequence[int]) -> list[Captured]:
+        found = capture_all(job, ranks)
+        self.costs.captured(stage, found)
+        for c in found:
+            self._refuse(c, " on the mesh of ones (one rank)" if stage.startswith("reference") else "")
+        return found
+
+    def _refuse(self, c: Captured, where: str) -> None:
+        from spmdtypes.script.check import _ENDED, _heard
+
+        if c.failure is not None:
+            raise _heard(c.failure, where, self.launch)
+        if not c.facts.held:
+            file = None if self.launch.module else self.launch.target
+            raise CannotCheck(f"{_ENDED[c.facts.ended]}{where} before any module was called", file, 1)
+
+    def _represented(
+        self, mesh: Mapping[str, int], first: Captured, others: Sequence[Captured]
+    ) -> tuple[represent.Representatives, dict[str, int]]:
+        """The ranks that hold the same parameters as the first, on the mesh they form."""
+        self.world_mesh = mesh
+        own = coordinates(mesh, first.rank)
+        split = set()
+        for o in others:
+            if set(o.facts.held) != set(first.facts.held):
+                split |= {a for a, c in coordinates(mesh, o.rank).items() if c != own[a]}
+        rest = {a: n for a, n in mesh.items() if a not in split}
+        placed = [(coordinates(mesh, o.rank), o) for o in others]
+        same = [(c, o) for c, o in placed if all(c[a] == own[a] for a in split)]
+        return represent.Representatives(rest, first, tuple(same), own), rest
+
+    def _reference(
+        self,
+        found: Contract,
+        native: Captured,
+        ones: FakeJob,
+        sites: Mapping[str, tuple[str, ...]],
+        first: Captured,
+    ) -> Graph:
+        """The graph on the mesh of ones, fed with data of the ranks' sizes all together. The native one
+        will do when it had as much."""
+        theirs = {a.key: a for a in native.facts.arrivals}
+        fits = all(
+            key in theirs and (v := theirs[key].value) is not None and v.shape == w.value.shape
+            for key, (_, w) in found.data.items()
+        )
+        if fits:
+            assert native.graph is not None
+            return _with_inputs(native.graph, native, found.data)
+        job = replace(ones, replacement=found.replacement(sites, tuple(first.facts.samplers)))
+        return self._graph_of(job)
+
+    def _graph_of(self, job: FakeJob) -> Graph:
+        (reference,) = self.capture("reference again", job, [0])
+        assert reference.graph is not None
+        return reference.graph
+
+    def _with_counts(
+        self,
+        found: Contract,
+        ones: FakeJob,
+        sites: Mapping[str, tuple[str, ...]],
+        first: Captured,
+        graphs: Sequence[Graph],
+        counts: Mapping[int, int],
+    ) -> Report | None:
+        """Is all right when numbers that are a rank's count of samples are those of all its ranks?"""
+        given = replace(found.replacement(sites, tuple(first.facts.samplers)), counts=counts)
+        reference = self._graph_of(replace(ones, replacement=given))
+        report = self._conclude(found, first, graphs, reference)
+        if report.errors:
+            return None
+        note = "a number equal to one rank's count of samples is taken for that of all ranks"
+        return replace(report, assumptions=(*report.assumptions, note))
+
+    def _conclude(
+        self, found: Contract, first: Captured, graphs: Sequence[Graph], reference: Graph
+    ) -> Report:
+        start = time.process_time()
+        program = _program(self.launch, graphs[0], found, first)
+        report = conclude_recorded(program, graphs[0], reference, graphs[1:])
+        self.costs.seconds["rules"] = self.costs.seconds.get("rules", 0.0) + time.process_time() - start
+        self.costs.nodes = len(graphs[0].nodes)
+        return report
+
+
+_SCALES = ("SPMD202", "SPMD301", "SPMD302", "SPMD303")
+
+
+def representative_ranks(mesh: Mapping[str, int], base: int) -> list[int]:
+    """Along each axis the rank next to `base`, and the last, or the first."""
+    own = coordinates(mesh, base)
+    found = []
+    for axis, n in mesh.items():
+        for c in ((own[axis] + 1) % n, n - 1 if own[axis] != n - 1 else 0):
+            rank = _rank(own | {axis: c}, mesh)
+            if rank != base and rank not in found:
+                found.append(rank)
+    return found
+
+
+def _rank(coords: Mapping[str, int], mesh: Mapping[str, int]) -> int:
+    rank = 0
+    for axis, n in mesh.items():
+        rank = rank * n + coords[axis]
+    return rank
+
+
+def _graph(
+    c: Captured,
+    mesh: Mapping[str, int],
+    whole: Mapping[str, int],
+    data: Mapping[Key, tuple[str, object]],
+) -> Graph:
+    """A rank's graph on the mesh of its part, its data as inputs."""
+    assert c.graph is not None
+    graph = axes.on_mesh(c.graph, whole, c.rank)
+    graph = _with_inputs(graph, c, data)
+    if len(mesh) < len(whole):
+        graph = replace_mesh(graph, mesh)
+        graph.coords = {a: k for a, k in graph.coords.items() if a in mesh}
+    return graph
+
+
+def _with_inputs(graph: Graph, c: Captured, data: Mapping[Key, tuple[str, object]]) -> Graph:
+    nodes = list(graph.nodes)
+    for a in c.facts.arrivals:
+        node = nodes[a.ref.node]
+        if a.key in data and a.ref.out == 0 and len(node.outs) == 1:
+            nodes[a.ref.node] = replace(node, op="input", args=(), kwargs={}, name=data[a.key][0])
+    return replace(graph, nodes=nodes)
+
+
+def _program(launch: Launch, graph: Graph, found: Contract, first: Captured) -> Program:
+    borders = {b: _like(graph, ref) for b, ref in graph.outputs.items()}
+    return program_of(launch, graph.mesh, found, first.facts, [borders], {})
+
+
+def _like(graph: Graph, ref: Ref) -> torch.Tensor:
+    known = graph.meta(ref)
+    return meta(known.shape if known else (), DTYPES.get(known.dtype if known else "f32", torch.float32))
+
+
+def _notes(first: Captured, rank: int) -> tuple[str, ...]:
+    seen = f"recorded without values, seen from rank {rank}"
+    return (seen, *first.notes)
