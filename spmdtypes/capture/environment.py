@@ -41,6 +41,7 @@ def environment(world_size: int, rank: int, fake: bool = True) -> Iterator[None]
             _fake_group(world_size, rank)
             stack.callback(_destroy)
             stack.callback(_forget_meshes)
+            stack.callback(_meta_collectives()._destroy)
             stack.callback(torch.set_rng_state, torch.get_rng_state())
         patches = stack.enter_context(patched())
         patches.environ({k: str(v) for k, v in values.items()} | address)
@@ -49,6 +50,7 @@ def environment(world_size: int, rank: int, fake: bool = True) -> Iterator[None]
         _patch_mesh(patches)
         _patch_compile(patches, stack)
         _patch_ddp(patches, fake)
+        _patch_coalesced(patches)
         patch_cuda(patches, rank)
         keep_in_backward(patches, CudaIsCpu)
         stack.enter_context(CudaIsCpu())
@@ -65,6 +67,26 @@ def _fake_group(world_size: int, rank: int) -> None:
 def _destroy() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _meta_collectives() -> torch.library.Library:
+    """Kernels for fake tensors of the coalesced collectives, for which torch has none."""
+    from torch._C._distributed_c10d import FakeWork
+
+    def nothing(*args: Any) -> Any:
+        return FakeWork().boxed()
+
+    library = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
+    for name in _COALESCED:
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"c10d::{name}", "Meta"):
+            library.impl(name, nothing, "Meta")  # type: ignore[no-untyped-call]
+    return library
+
+
+_COALESCED = (
+    *("allreduce_coalesced_", "allgather_coalesced_"),
+    *("allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_"),
+)
 
 
 def _forget_meshes() -> None:
@@ -185,6 +207,20 @@ def _patch_ddp(patches: Patches, fake: bool) -> None:
         )
 
     patches.set(ddp, "__init__", init_with_hook)
+    if fake:  # new buckets for later steps are agreed on by real values
+        patches.set(vars(dist)["Reducer"], "_rebuild_buckets", lambda self: False)
+
+
+def _patch_coalesced(patches: Patches) -> None:
+    """DDP sends buffers and initial values from C++; from Python the broadcasts can be seen."""
+
+    def broadcast_coalesced(
+        process_group: Any, tensors: Any, buffer_size: int = 0, authoritative_rank: int = 0
+    ) -> None:
+        for t in tensors:
+            dist.broadcast(t, group=process_group, group_src=authoritative_rank)
+
+    patches.set(dist, "_broadcast_coalesced", broadcast_coalesced)
 
 
 def _average(group: Any, bucket: Any) -> Any:

@@ -65,16 +65,16 @@ class ShardStreams:
             yield
             return
         default = torch.default_generator
-        outside = default.get_state()
         own = generator if generator is not None else default
-        state = own.get_state()
+        with _disable_current_modes():
+            outside, state = default.get_state(), own.get_state()
         default.manual_seed(_mixed(state, _shard(spec)))
         try:
             yield
         finally:
-            default.set_state(outside)
-            own.set_state(state)
             with _disable_current_modes():
+                default.set_state(outside)
+                own.set_state(state)
                 torch.empty(1).uniform_(generator=own)
 
 

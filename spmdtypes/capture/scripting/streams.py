@@ -48,13 +48,15 @@ class Streams:
     def drawing(self) -> Iterator[None]:
         """Draws of the default generator come from the accelerator's in here."""
         default, own = torch.default_generator, self.generator
-        outside = default.get_state()
-        default.set_state(own.get_state())
+        with _disable_current_modes():
+            outside = default.get_state()
+            default.set_state(own.get_state())
         try:
             yield
         finally:
-            own.set_state(default.get_state())
-            default.set_state(outside)
+            with _disable_current_modes():
+                own.set_state(default.get_state())
+                default.set_state(outside)
 
     def install(self, patches: Patches, count: int) -> None:
         cuda, own = torch.cuda, self.generator
