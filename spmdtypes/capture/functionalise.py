@@ -260,6 +260,8 @@ class _Functionaliser:
             elif operand is None:
                 if o != parent:
                     self.memory.alias(parent, o, s, None)
+                if self.rec.is_data(self.index):
+                    self.produced(i, self.memory.read(o))
             else:
                 # a view of everything is kept: on another mesh it may be a view of a part
                 ref = self.emit_plain(s.op, (operand, *s.args), dict(s.kwargs), o.shape, o.dtype)

@@ -359,6 +359,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             self._claimed = max(self._claimed, newest - 1)
 
+    def is_data(self, index: int) -> bool:
+        """Is it wanted where the result of this raw node went, although it may be a view nobody reads?"""
+        return False
+
     def note(self, text: str) -> None:
         if text not in self.notes:
             self.notes.append(text)

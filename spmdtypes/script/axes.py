@@ -7,6 +7,7 @@ import linecache
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from math import prod
 
 from spmdtypes.capture.groups import Groups
@@ -31,10 +32,7 @@ def mesh_of(facts: Sequence[Facts], world: int, declared: Mapping[str, int] | No
     """
     if declared:
         if prod(declared.values()) != world:
-            sizes = "*".join(str(n) for n in declared.values())
-            raise CannotCheck(
-                f"the mesh {_shown(declared)} has {sizes} = {prod(declared.values())} ranks, not {world}"
-            )
+            raise CannotCheck(f"the mesh {_shown(declared)} has {prod(declared.values())} ranks, not {world}")
         return dict(declared)
     sets = {ranks for f in facts for ranks in f.groups.values() if 1 < len(ranks) < world}
     named = [
@@ -50,8 +48,8 @@ def mesh_of(facts: Sequence[Facts], world: int, declared: Mapping[str, int] | No
     cuts = _boundaries(sets, world)
     if len(cuts) == 2:
         return {"dp": world}
-    sizes = [b // a for a, b in zip(cuts, cuts[1:])][::-1]
-    return dict(zip(_names(facts, sizes), sizes))
+    lengths = [b // a for a, b in pairwise(cuts)][::-1]
+    return dict(zip(_names(facts, lengths), lengths))
 
 
 def _shown(mesh: Mapping[str, int]) -> str:
@@ -147,7 +145,7 @@ def axes_by_site(facts: Facts, mesh: Mapping[str, int]) -> dict[str, tuple[str, 
     """What the group made at a site stands for."""
     groups = Groups(mesh, {})
     found = {site: groups.axes(ranks) for site, ranks in facts.groups.items() if len(ranks) > 1}
-    for names, shape, _ in facts.meshes:
+    for names, _, _ in facts.meshes:
         for name in names:
             if name in mesh:
                 found.setdefault(f"mesh_{name}", (name,))

@@ -75,7 +75,7 @@ class _Check:
         return run.report()
 
     def _blank(self, mesh: Mapping[str, int]) -> Program:
-        return contract.program(self.launch, mesh, contract.Contract(), Facts(), {})
+        return contract.program(self.launch, mesh, contract.Contract(), Facts(), [], {})
 
     def _failed(self, ranks: Execution[ScriptJob], mesh: Mapping[str, int]) -> Experiment:
         small = dict.fromkeys(mesh, 1)
@@ -140,7 +140,12 @@ class _Runs:
         held = {n: w for n, w in self.found.held.items() if n in outcomes[0].facts.held}
         found = replace(self.found, held=held)
         program = contract.program(
-            self.check.launch, part.mesh, found, outcomes[0].facts, outcomes[0].borders
+            self.check.launch,
+            part.mesh,
+            found,
+            outcomes[0].facts,
+            [o.borders for o in outcomes],
+            _outcomes(reference)[0].borders,
         )
         wide = self.ranks.job.wide
         return program, _experiment(program, outcomes, self.mesh, part, _outcomes(reference)[0], found, wide)

@@ -14,7 +14,7 @@ from torch import Tensor
 from spmdtypes.contracts import Program
 from spmdtypes.drive import short_dtype
 from spmdtypes.notation import Dim, Type
-from spmdtypes.script.facts import Facts, Held, Key, Replacement
+from spmdtypes.script.facts import Arrival, Facts, Held, Key, Replacement
 from spmdtypes.script.launch import Launch
 from spmdtypes.script.stages import common
 from spmdtypes.script.stitch import Parts, Whole, data, parameter
@@ -168,16 +168,49 @@ def _data(found: Contract, ranks: Sequence[Facts], native: Facts, mesh: Mapping[
         if free is not None:
             rows[key] = Parts(known, free)
             apart.setdefault(first.group, set()).update(rows[key].differing)
+    placed: dict[Key, Whole] = {}
     for key, parts in rows.items():
         first, there = everything[key], theirs.get(key)
         differing = [a for a in parts.mesh if a in apart[first.group]]
         if key.op.startswith(_CERTAIN):
             differing = list(parts.differing)
-        placed = data(parts, there.value if there is not None else None, differing)
-        if placed is not None:
-            name = f"data of line {first.line}" if first.line else f"batch {key.count} of the data loader"
-            taken = sum(n.startswith(name) for n, _ in found.data.values())
-            found.data[key] = (f"{name} ({taken + 1})" if taken else name, placed)
+        whole = data(parts, there.value if there is not None else None, differing)
+        if whole is not None:
+            placed[key] = whole
+    if _has_all(placed, theirs):
+        placed = {k: w for k, w in placed.items() if k in theirs and _is(w.value, theirs[k].value)}
+    for key, whole in placed.items():
+        line = everything[key].line
+        name = f"data of line {line}" if line else f"batch {key.nth} of the data loader"
+        taken = sum(n.startswith(name) for n, _ in found.data.values())
+        found.data[key] = (f"{name} ({taken + 1})" if taken else name, whole)
+
+
+def _has_all(placed: Mapping[Key, Whole], theirs: Mapping[Key, Arrival]) -> bool:
+    """Does the mesh of ones meet the ranks' data by itself, cut into other pieces? So it is when the global
+    batch is sliced by rank and then split into microbatches of one size."""
+    cut = {k for k, w in placed.items() if any(d.axes for d in w.type.dims or ())}
+    families = {(k.op, k.places) for k in cut}
+    pieces = {f: [k for k in theirs if (k.op, k.places) == f] for f in families}
+    if not families or all(set(pieces[f]) <= cut for f in families):
+        return False
+    for f in families:
+        mine = [placed[k].value for k in cut if (k.op, k.places) == f]
+        whole = [v for k in pieces[f] if (v := theirs[k].value) is not None]
+        if not whole or _rows(mine) != _rows(whole):
+            return False
+    return True
+
+
+def _rows(values: Sequence[Tensor]) -> Counter[bytes]:
+    """All rows, in no order."""
+    return Counter(
+        r.contiguous().view(-1).numpy().tobytes() for v in values for r in (v if v.ndim else v.reshape(1))
+    )
+
+
+def _is(a: Tensor, b: Tensor | None) -> bool:
+    return b is not None and a.shape == b.shape and bool((a == b).all())
 
 
 # ---- the program
@@ -188,14 +221,15 @@ def program(
     mesh: Mapping[str, int],
     found: Contract,
     facts: Facts,
-    borders: Mapping[str, Tensor],
+    borders: Sequence[Mapping[str, Tensor]],
+    reference: Mapping[str, Tensor],
 ) -> Program:
     """The contract of what a step leaves: parameters and states denote what they did, gradients are those
     of one device, norms and what is read are the same everywhere."""
     params = found.types()
     results: dict[str, Type] = {}
     owners = facts.owners
-    for border, value in borders.items():
+    for border, value in (borders[0] if borders else {}).items():
         kind = border.partition(":")[0]
         if kind in ("norm", "metric"):
             results[border] = Type(tuple(Dim(n) for n in value.shape))
@@ -206,6 +240,12 @@ def program(
                 results[border] = replace(t, dtype=None)
             elif value.ndim == 0:
                 results[border] = Type(())
+            elif border in reference and all(border in b for b in borders):
+                parts = Parts(tuple(b[border] for b in borders), mesh)
+                likely = [a for d in (t.dims or () if t is not None else ()) for a in d.axes]
+                placed = parameter(parts, tuple(reference[border].shape), None, likely)
+                if placed is not None:
+                    results[border] = replace(placed.type, dtype=None)
     return Program(
         name=launch.name,
         mesh=dict(mesh),

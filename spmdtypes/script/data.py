@@ -30,6 +30,19 @@ _SUMMARIES = (
     "aten.norm.",
     "aten.linalg_vector_norm.",
 )
+# the same elements, however their rows are counted
+_RESHAPED = (
+    "aten.view.",
+    "aten._unsafe_view.",
+    "aten.reshape.",
+    "aten.transpose.",
+    "aten.permute.",
+    "aten.t.",
+    "aten.unsqueeze.",
+    "aten.squeeze.",
+    "aten.clone.",
+    "aten._to_copy.",
+)
 # their first operand is looked up in: its rows are not those of the result
 _TABLES = ("aten.index.", "aten.index_select.", "aten.gather.", "aten.embedding.", "aten.take.")
 # memory that is filled later
@@ -116,6 +129,9 @@ def _origins(graph: Graph, ref: Ref, moved: set[int], seen: set[Ref]) -> list[Re
             continue
         if not meta.shape or node.op.startswith(_SUMMARIES):
             todo += behind
+            continue
+        if node.op.startswith(_RESHAPED):
+            todo += behind[:1]
             continue
         if node.op == "aten.cat.default" and all((_rows(graph, p) or 0) > 1 for p in behind):
             todo += behind  # batches of two kinds, one after the other

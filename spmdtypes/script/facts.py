@@ -19,7 +19,7 @@ class Key(NamedTuple):
 
     op: str
     places: tuple[tuple[str, int, int], ...]
-    count: int
+    nth: int
     out: int = 0
 
 

@@ -56,13 +56,13 @@ class FakeJob:
 
 @dataclass
 class Captured:
-    """What one rank's program is. `prints`: fingerprints of arriving data, equal where values are. `raw`
-    counts what was recorded, `cpu` and `rss` (GB) what it cost, `modules` are imports worth sharing."""
+    """What one rank's program is. `prints`: fingerprints of arriving data and, by name, of parameters, equal
+    where values are. `raw` counts what was recorded, `cpu` and `rss` (GB) what it cost, `modules` are imports worth sharing."""
 
     rank: int
     facts: Facts = field(default_factory=Facts)
     graph: Graph | None = None
-    prints: dict[Key, str] = field(default_factory=dict)
+    prints: dict[Key | str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     failure: Failure | None = None
     raw: int = 0
@@ -91,6 +91,8 @@ class FakeScriptRecorder(ScriptRecorder):  # type: ignore[no-untyped-call]
             keep_values=False,
         )
         self.hashes: dict[int, str] = {}  # of raw nodes that stand for real values
+        self.begun: dict[str, View] = {}  # parameters and buffers as the program began, which was at
+        self.began = 0
         self._written: set[int] = set()  # storages the program wrote to
 
     def append(self, raw: Raw) -> int:
@@ -134,6 +136,9 @@ class FakeScriptRecorder(ScriptRecorder):  # type: ignore[no-untyped-call]
 
     def _held(self, t: Tensor, is_buffer: bool) -> Held:
         held = super()._held(t, is_buffer)
+        with self.pause():
+            self.begun[self.names_of[id(t)]] = self.view(local(t))
+            self.began = self.began or len(self.trace)
         with self.quiet():
             return replace(held, value=meta(held.value.shape, held.value.dtype))
 
@@ -268,6 +273,7 @@ def _finish(rec: FakeScriptRecorder, out: Captured) -> None:
     done.graph.dtensors = rec.outputs.placements
     rec.facts.arrivals = [_shaped(a, done.graph) for a in data.arrivals(rec, done)]
     out.prints = {a.key: p for a, p in zip(rec.facts.arrivals, _prints(rec, done))}
+    out.prints |= _initial(rec)
     out.graph = done.graph
 
 
@@ -278,8 +284,21 @@ def _shaped(a: Arrival, graph: Graph) -> Arrival:
 
 
 def _prints(rec: FakeScriptRecorder, done: Functional) -> list[str]:
-    known: dict[Ref, str] = {}
-    for ref, (index, _) in done.origins.items():
-        if index in rec.hashes:
-            known[ref] = rec.hashes[index]
-    return fingerprints(done.graph, [a.ref for a in rec.facts.arrivals], known)
+    return fingerprints(done.graph, [a.ref for a in rec.facts.arrivals], _known(rec, done))
+
+
+def _known(rec: FakeScriptRecorder, done: Functional) -> dict[Ref, str]:
+    """Fingerprints of what had values."""
+    return {ref: rec.hashes[i] for ref, (i, _) in done.origins.items() if i in rec.hashes}
+
+
+def _initial(rec: FakeScriptRecorder) -> dict[Key | str, str]:
+    """Fingerprints of parameters as the program began."""
+    whole = rec.trace
+    rec.trace = whole[: rec.began]
+    try:
+        done = functionalise(rec, rec.begun)
+    finally:
+        rec.trace = whole
+    outputs = done.graph.outputs
+    return dict(zip(outputs, fingerprints(done.graph, list(outputs.values()), _known(rec, done))))

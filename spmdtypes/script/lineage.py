@@ -38,7 +38,7 @@ def follow(rec: ScriptRecorder, new: Mapping[str, tuple[Tensor, Tensor]]) -> Non
         view = whole[border]
         if view.storage in storages and value.numel() == view.numel:
             memory = torch.empty(0, dtype=DTYPES[view.dtype])
-            memory.set_(storages[view.storage], view.offset, view.shape, view.stride)  # type: ignore[call-overload]
+            memory.set_(storages[view.storage], view.offset, view.shape, view.stride)
             memory.copy_(value.reshape(view.shape))
 
 

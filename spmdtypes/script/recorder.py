@@ -231,6 +231,10 @@ class ScriptRecorder(WideRecorder):  # type: ignore[no-untyped-call]
 
         return map_tensors(arrive, batch)
 
+    def is_data(self, index: int) -> bool:
+        """What the script itself computes, outside of modules and before backward, may be a batch."""
+        return not self.depths[index] and self.trace[index].phase in ("forward", "other")
+
     def _with_data(self, raw: Raw, index: int, out: Any) -> Any:
         """The result with those of its tensors replaced that the ranks have as parts."""
         assert self.replacement is not None

@@ -29,8 +29,8 @@ class Representatives:
     others: tuple[tuple[Mapping[str, int], Captured], ...]
     coords: Mapping[str, int]
 
-    def apart(self, key: Key) -> tuple[str, ...]:
-        """Axes along which an arrival differs, as far as the others tell."""
+    def apart(self, key: Key | str) -> tuple[str, ...]:
+        """Axes along which an arrival, or a parameter, differs, as far as the others tell."""
         own = self.first.prints.get(key)
         steps = []
         for coords, other in self.others:
@@ -70,7 +70,8 @@ def _held(
         whole = native.held.get(name)
         if whole is None:
             continue
-        t = parameter_type(held, _shape(whole), seen.mesh, sites, [a for a, _ in likely.most_common()])
+        ordered = [a for a, _ in likely.most_common()]
+        t = parameter_type(held, _shape(whole), seen.mesh, sites, ordered, seen.apart(name))
         if t is None:
             if not held.buffer:
                 found.unplaced.append(name)
@@ -98,12 +99,13 @@ def parameter_type(
     mesh: Mapping[str, int],
     sites: Mapping[str, tuple[str, ...]],
     likely: Sequence[str],
+    apart: Sequence[str] = (),
 ) -> Type | None:
     """How a parameter is cut: as its placements say, and where a DTensor is itself a part of the whole (a
     wrapper took a local tensor), its sizes. None: the sizes do not fit."""
     dtype = short_dtype(held.value.dtype)
     if held.placements is None:
-        outer = _by_sizes(held.value, whole, mesh, held.cut, likely)
+        outer = _by_sizes(held.value, whole, mesh, held.cut, likely, apart)
         return None if outer is None else Type(tuple(Dim(n, a) for n, a in zip(whole, outer)), dtype)
     inner: list[list[str]] = [[] for _ in held.shape]
     stated: set[str] = set()
@@ -118,7 +120,7 @@ def parameter_type(
         elif m or placement.startswith("P"):
             return None
     rest = {a: n for a, n in mesh.items() if a not in stated}
-    outer = _by_sizes(meta(held.shape, held.value.dtype), whole, rest, held.cut, likely)
+    outer = _by_sizes(meta(held.shape, held.value.dtype), whole, rest, held.cut, likely, apart)
     if outer is None:
         return None
     return Type(tuple(Dim(n, (*o, *i)) for n, o, i in zip(whole, outer, inner)), dtype)
@@ -130,11 +132,16 @@ def _axes_of(axis: str, mesh: Mapping[str, int], sites: Mapping[str, tuple[str, 
 
 
 def _by_sizes(
-    part: Tensor, whole: Shape, mesh: Mapping[str, int], cut: int | None, likely: Sequence[str]
+    part: Tensor,
+    whole: Shape,
+    mesh: Mapping[str, int],
+    cut: int | None,
+    likely: Sequence[str],
+    apart: Sequence[str],
 ) -> tuple[tuple[str, ...], ...] | None:
     if tuple(part.shape) == whole:
         return ((),) * len(whole)
-    ways = stitch._ways(_Shapes((part,), mesh), whole, cut, (), likely)
+    ways = stitch._ways(_Shapes((part,), mesh), whole, cut, apart, likely)
     return next((w for w in ways if _even(w, whole, mesh)), None)
 
 

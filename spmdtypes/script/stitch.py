@@ -141,10 +141,10 @@ def data(parts: Parts, native: Tensor | None, differing: Sequence[str]) -> Whole
     dims[0] = [a for a in parts.mesh if a in dims[0] or a in differing]
     whole = [n * prod(parts.mesh[a] for a in axes) for n, axes in zip(first.shape, dims)]
     found = _put_together(parts, dims, whole)
-    if found is not None and any(dims[1:]) and not differing:
-        if native is not None and native.shape == found.value.shape and not _same(native, found.value):
-            return None  # dealt in another order than in blocks
-    return found
+    if found is None or native is None or not any(dims[1:]) or differing:
+        return found
+    as_blocks = native.shape != found.value.shape or _same(native, found.value)
+    return found if as_blocks else None  # else dealt in another order
 
 
 def _product(axes: Sequence[str], ratio: int, mesh: Mapping[str, int]) -> list[str] | None:
