@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from spmdtypes.capture.patches import Patches
+from spmdtypes.capture.scripting.policy import Policy
 
 # functions that take a device type, with its position
 _BY_TYPE = {
@@ -26,19 +27,37 @@ def install(patches: Patches) -> None:
 
 def _patch_autocast(patches: Patches) -> None:
     """The accelerator's low precision is float16 unless told; the CPU's would be bfloat16."""
-    init = torch.autocast.__init__
+    init, enter, leave = torch.autocast.__init__, torch.autocast.__enter__, torch.autocast.__exit__
     chosen = [torch.float16]
+    policy = Policy()
+    patches.on_undo(policy.stop)
 
     @functools.wraps(init)
     def autocast_init(self: Any, device_type: str = "cuda", dtype: Any = None, **kwargs: Any) -> None:
         if device_type.startswith("cuda") and dtype is None:
             dtype = chosen[0]
+        self._for_accelerator = device_type.startswith("cuda")
         init(self, device_type, dtype, **kwargs)
+
+    @functools.wraps(enter)
+    def autocast_enter(self: Any) -> Any:
+        if self._for_accelerator and self._enabled:
+            policy.start()
+            policy.on += 1
+        return enter(self)  # type: ignore[no-untyped-call]
+
+    @functools.wraps(leave)
+    def autocast_exit(self: Any, *exc: Any) -> Any:
+        if self._for_accelerator and self._enabled:
+            policy.on -= 1
+        return leave(self, *exc)
 
     def choose(dtype: Any) -> None:
         chosen[0] = dtype
 
     patches.set(torch.autocast, "__init__", autocast_init)
+    patches.set(torch.autocast, "__enter__", autocast_enter)
+    patches.set(torch.autocast, "__exit__", autocast_exit)
     for name in _BY_TYPE:
         patches.set(torch, name, _on_cpu(getattr(torch, name)))
     patches.set(torch, "set_autocast_gpu_dtype", choose)
