@@ -470,7 +470,8 @@ class _Pass:
         if node.op in ("input", "const") or node.comm is not None or not refs:
             return None
         spec = self._spec(node, refs)
-        out = compose.plain(spec, ref.out) if spec is not None else None
+        # sizes that no operand determines would be lost
+        out = compose.plain(spec, ref.out) if spec is not None and not spec.sizes else None
         return None if out is None else (out, refs)
 
     def _fresh(

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
+import torch
 from torch import Tensor
 
 from spmdtypes.checker import conclude, replace_mesh
@@ -272,8 +273,31 @@ def _experiment(
     borders = _read_by_some([o.borders for o in outcomes])
     wanted = {b: v for b, v in reference.borders.items() if any(b in x for x in borders)}
     seen = compare_seed(program, program.params, part.mesh, borders, small, [wanted], 0, experiment.tolerance)
-    experiment.borders = {n: _as_read(b, part.mesh) for n, b in merge([seen]).items()}
+    compared = {n: _as_read(b, part.mesh) for n, b in merge([seen]).items()}
+    owners = outcomes[0].facts.owners
+    experiment.borders = {n: _as_used(b, compared, owners, reference, found) for n, b in compared.items()}
     return experiment
+
+
+def _as_used(
+    b: Border,
+    compared: Mapping[str, Border],
+    owners: Mapping[str, str],
+    reference: ScriptOutcome,
+    found: contract.Contract,
+) -> Border:
+    """A gradient that an optimizer completes by itself is judged by what the step made of it."""
+    kind, _, name = b.name.partition(":")
+    after = compared.get(f"param:{name}")
+    if kind != "grad" or b.ok or after is None or after.kind:
+        return b
+    changed = name in found.held and not torch.equal(
+        reference.borders[after.name].to(found.held[name].value.dtype), found.held[name].value
+    )
+    states = [compared[s] for s, owner in owners.items() if owner == name and s in compared]
+    if not changed or any(s.kind for s in states):
+        return b
+    return replace(b, kind="", detail="what the optimizer makes of it is right")
 
 
 def _as_read(b: Border, mesh: Mapping[str, int]) -> Border:
