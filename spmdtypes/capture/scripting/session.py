@@ -13,6 +13,7 @@ import torch.distributed as dist
 from spmdtypes.capture.patches import patched
 from spmdtypes.capture.scripting import (
     amp,
+    attention,
     compiling,
     cuda,
     files,
@@ -86,6 +87,7 @@ def scripting(
         cuda.install(patches, context, devices)
         streams.install(patches, cuda.count(context))
         amp.install(patches)
+        attention.install(patches, context)
         compiling.install(patches, context)
         loading.install(patches, context)
         saving.install(patches, context)
