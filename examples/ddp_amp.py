@@ -148,6 +148,7 @@ def main() -> None:
             step, (mean_loss, accuracy) = i // args.accumulate, metrics.tolist()
             print(f"step {step}  loss {mean_loss:.6f}  accuracy {accuracy:.3f}  grad norm {norm.item():.6f}")
         metrics.zero_()
+    dist.barrier()  # reductions still under way would keep the wrapper from closing its group
     dist.destroy_process_group()
 
 
