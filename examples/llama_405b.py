@@ -222,7 +222,7 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--cp", type=int, default=1)
     parser.add_argument("--shard", type=int, default=1)
-    parser.add_argument("--batch", type=int, help="sequences of all ranks together")
+    parser.add_argument("--batch", type=int, default=8, help="sequences of all ranks together")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--lr", type=float, default=1e-3)
     args = parser.parse_args()
@@ -250,7 +250,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.1)
 
     streams = replica * args.shard
-    batch = args.batch or streams
+    batch = args.batch
     stream = mesh.get_local_rank("replica") * args.shard + mesh.get_local_rank("shard")
     rows = slice(stream * batch // streams, (stream + 1) * batch // streams)
     columns = slice(

@@ -59,7 +59,7 @@ def check_program(program: Program, options: Options | None = None) -> Report:
     elif small is program:
         report = _check_tested(program, options)
     else:
-        report = _both(_check_proved(program), _check_tested(small, options), small)
+        report = both(_check_proved(program), _check_tested(small, options), small.mesh)
     return replace(report, seconds=time.perf_counter() - start)
 
 
@@ -79,10 +79,10 @@ def smaller(program: Program, options: Options) -> Program | None:
     return program if mesh == program.mesh else replace(program, mesh=mesh)
 
 
-def _both(proved: Report, tested: Report, small: Program) -> Report:
+def both(proved: Report, tested: Report, small: Mapping[str, int]) -> Report:
     """Rules on the whole mesh, an experiment on a smaller one. What only the rules complain of is a
     warning when the experiment shows nothing wrong."""
-    shape = ", ".join(f"{a}={n}" for a, n in small.mesh.items())
+    shape = ", ".join(f"{a}={n}" for a, n in small.items())
     findings = list(proved.findings)
     if tested.failures:
         findings = list(proved.findings)

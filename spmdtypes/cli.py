@@ -100,6 +100,9 @@ def _parser() -> argparse.ArgumentParser:
         "follow --",
     )
     p.add_argument("-n", "--ranks", type=int, metavar="N", help="run a training script as N ranks")
+    p.add_argument(
+        "--rank", type=int, metavar="R", help="see a script from this rank, without running it (default: 0)"
+    )
     p.add_argument("-m", "--module", metavar="NAME", help="the script is this module, as of python -m")
     p.add_argument("--steps", type=int, default=1, help="optimizer steps of a script (default: 1)")
     p.add_argument(

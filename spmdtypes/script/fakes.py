@@ -11,6 +11,7 @@ import resource
 import signal
 import sys
 import tempfile
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
@@ -33,11 +34,11 @@ from spmdtypes.differential import frames
 from spmdtypes.differential.experiment import Failure
 from spmdtypes.forking import garbage_left_alone
 from spmdtypes.graph import Graph, Ref
-from spmdtypes.script import data, host
+from spmdtypes.script import data, host, layers
 from spmdtypes.script.facts import Arrival, Facts, Held, Key, Replacement
 from spmdtypes.script.fingerprints import fingerprints, of_value
 from spmdtypes.script.launch import Launch
-from spmdtypes.script.recorder import ScriptRecorder, map_tensors
+from spmdtypes.script.recorder import EndOfSteps, ScriptRecorder, _roots, map_tensors
 
 # what fake tensors import when they are first used; a child that imports it does so for itself alone
 _IMPORTED_LATE = ("torch._dynamo", "torch.distributed.tensor")
@@ -46,18 +47,22 @@ _IMPORTED_LATE = ("torch._dynamo", "torch.distributed.tensor")
 @dataclass(frozen=True)
 class FakeJob:
     """A script on a flat mesh. With `replacement` it is the reference: only the names and shapes of data
-    in it count. `limit`: seconds."""
+    in it count. `limit`: seconds. `probe`: only up to the first call of a module. With
+    `kept`, only these layers of long lists are run; without (None), what all layers do is surveyed."""
 
     launch: Launch
     mesh: Mapping[str, int]
     limit: float
     replacement: Replacement | None = None
+    probe: bool = False
+    kept: layers.Kept | None = field(default_factory=dict)
 
 
 @dataclass
 class Captured:
     """What one rank's program is. `prints`: fingerprints of arriving data and, by name, of parameters, equal
-    where values are. `raw` counts what was recorded, `cpu` and `rss` (GB) what it cost, `modules` are imports worth sharing."""
+    where values are. `raw` counts what was recorded, `cpu` and `rss` (GB) what it cost, `modules` are
+    imports worth sharing."""
 
     rank: int
     facts: Facts = field(default_factory=Facts)
@@ -69,6 +74,7 @@ class Captured:
     cpu: float = 0.0
     rss: float = 0.0
     modules: tuple[str, ...] = ()
+    survey: layers.Survey = field(default_factory=layers.Survey)
 
 
 class FakeScriptRecorder(ScriptRecorder):  # type: ignore[no-untyped-call]
@@ -90,6 +96,7 @@ class FakeScriptRecorder(ScriptRecorder):  # type: ignore[no-untyped-call]
             replacement=replacement,
             keep_values=False,
         )
+        self.probe, self.kept = job.probe, job.kept
         self.hashes: dict[int, str] = {}  # of raw nodes that stand for real values
         self.begun: dict[str, View] = {}  # parameters and buffers as the program began, which was at
         self.began = 0
@@ -110,6 +117,16 @@ class FakeScriptRecorder(ScriptRecorder):  # type: ignore[no-untyped-call]
 
     def unchanged(self, t: Tensor, held: Held) -> bool:
         return self.view(local(t)).storage not in self._written
+
+    def load(self) -> None:
+        if self.kept != {}:
+            roots = _roots(sys._getframe(1))
+            if self.kept is None and not layers.can_be_shortened(roots):
+                self.kept = {}
+            layers.shorten(roots, self.kept or {})
+        super().load()
+        if self.probe:
+            raise EndOfSteps
 
     def batch(self, number: int, batch: Any) -> Any:
         """Batches are real: they are told apart by value, and small integers stay known."""
@@ -188,11 +205,14 @@ class _Child:
     def __init__(self, job: FakeJob, rank: int) -> None:
         self.rank = rank
         self.limit = job.limit
+        self.said = tempfile.TemporaryFile()  # noqa: SIM115 - closed by result()
         read, write = os.pipe()
         with garbage_left_alone():
             self.pid = os.fork()
             if self.pid == 0:
                 os.close(read)
+                for stream in (1, 2):
+                    os.dup2(self.said.fileno(), stream)
                 _child(job, rank, write)
         os.close(write)
         self.pipe = open(read, "rb")  # noqa: SIM115 - closed by result()
@@ -202,19 +222,18 @@ class _Child:
         with self.pipe:
             sent = self.pipe.read()
         _, status = os.waitpid(self.pid, 0)
+        with self.said:
+            self.said.seek(0)
+            said = self.said.read().decode(errors="replace")
         with no_collection():
             if sent:
                 found = pickle.loads(sent)
                 assert isinstance(found, Captured)
                 return found
-        how = (
-            f"signal {os.WTERMSIG(status)}"
-            if os.WIFSIGNALED(status)
-            else f"code {os.waitstatus_to_exitcode(status)}"
-        )
-        return Captured(
-            self.rank, failure=Failure(self.rank, "run", "Died", f"the process ended with {how}", ())
-        )
+        code = os.waitstatus_to_exitcode(status)
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        died = Failure(self.rank, "run", "Died", f"the process ended with {how}", (), output=said)
+        return Captured(self.rank, failure=died)
 
 
 def _child(job: FakeJob, rank: int, pipe: int) -> None:
@@ -230,8 +249,11 @@ def _child(job: FakeJob, rank: int, pipe: int) -> None:
         found.cpu, found.rss = times.ru_utime + times.ru_stime, times.ru_maxrss / 2**20
         with no_collection(), open(pipe, "wb") as out:
             pickle.dump(found, out, protocol=pickle.HIGHEST_PROTOCOL)
-    finally:
         os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
 
 
 def capture(job: FakeJob, rank: int) -> Captured:
@@ -251,7 +273,8 @@ def capture(job: FakeJob, rank: int) -> Captured:
             with fakes, no_collection():
                 around.on_batch(rec.batch)
                 rec.facts.ended = host.run(job.launch, job.mesh, rec, job.limit)
-            _finish(rec, out)
+            if not job.probe:
+                _finish(rec, out)
         except (Exception, SystemExit) as e:
             where = frames.of_traceback(e.__traceback__)
             out.failure = Failure(rank, "run", type(e).__name__, str(e), where)
@@ -269,6 +292,10 @@ def _faked(given: Replacement | None) -> Replacement | None:
 
 
 def _finish(rec: FakeScriptRecorder, out: Captured) -> None:
+    if rec.kept != {}:
+        out.survey = layers.survey(rec)
+        if rec.kept is None and out.survey.kept():
+            return  # it will be run again, with few layers
     done = functionalise(rec, rec.outputs.views)
     done.graph.dtensors = rec.outputs.placements
     rec.facts.arrivals = [_shaped(a, done.graph) for a in data.arrivals(rec, done)]

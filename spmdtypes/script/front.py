@@ -12,16 +12,17 @@ from pathlib import Path
 from spmdtypes.config import Config
 from spmdtypes.errors import CannotCheck
 from spmdtypes.report import Report
-from spmdtypes.script.check import ScriptOptions, check_script
+from spmdtypes.script.choose import check_any
 from spmdtypes.script.launch import Launch
-
-MOST = 64  # ranks that are run
 
 
 def check_command(paths: Sequence[Path], config: Config, args: argparse.Namespace) -> Report:
     """Check the script the arguments name. Raises `CannotCheck`."""
     launch = _launch(paths, args)
-    return check_script(launch, _world(config, args), config.mesh, ScriptOptions(limit=args.limit))
+    world = _world(config, args)
+    if args.rank is not None and not 0 <= args.rank < world:
+        raise CannotCheck(f"--rank {args.rank}: the ranks are 0 to {world - 1}")
+    return check_any(launch, world, config.mesh, args.limit, config.test, args.rank)
 
 
 def _launch(paths: Sequence[Path], args: argparse.Namespace) -> Launch:
@@ -55,6 +56,4 @@ def _world(config: Config, args: argparse.Namespace) -> int:
         raise CannotCheck("as how many ranks? Say -n N, or --mesh dp=2,tp=4")
     if world < 2:
         raise CannotCheck(f"{world} rank: there is nothing to compare with one device")
-    if world > MOST:
-        raise CannotCheck(f"{world} ranks: more than {MOST} cannot be run here")
     return world

@@ -10,12 +10,13 @@ import torch
 
 from spmdtypes.capture.fake import coordinates
 from spmdtypes.capture.raw import DTYPES
+from spmdtypes.capture.unpack import unpacked
 from spmdtypes.checker import conclude_recorded, replace_mesh
 from spmdtypes.contracts import Program
 from spmdtypes.errors import CannotCheck
 from spmdtypes.graph import Graph, Ref
 from spmdtypes.report import Report
-from spmdtypes.script import axes, represent
+from spmdtypes.script import axes, layers, represent
 from spmdtypes.script.contract import Contract
 from spmdtypes.script.contract import program as program_of
 from spmdtypes.script.facts import Key, Replacement
@@ -63,19 +64,17 @@ class _Large:
     limit: float
     rank: int
     costs: Costs
+    remarks: list[str] = field(default_factory=list)
 
     def report(self) -> Report:
         flat = {"world": self.world}
         job = FakeJob(self.launch, self.declared or flat, self.limit)
-        (first,) = self.capture("first rank", job, [self.rank])
+        first, kept = self._first(job)
+        job = replace(job, kept=kept)
         mesh = axes.mesh_of([first.facts], self.world, self.declared)
         sites = axes.axes_by_site(first.facts, mesh)
-        ones = FakeJob(
-            self.launch,
-            dict.fromkeys(mesh, 1),
-            self.limit,
-            Replacement(axes=sites, samplers=tuple(first.facts.samplers)),
-        )
+        given = Replacement(axes=sites, samplers=tuple(first.facts.samplers))
+        ones = replace(job, mesh=dict.fromkeys(mesh, 1), replacement=given)
         (native,) = self.capture("reference", ones, [0])
         others = self.capture("other ranks", job, representative_ranks(mesh, self.rank))
         seen, mesh = self._represented(mesh, first, others)
@@ -87,7 +86,24 @@ class _Large:
         if report.errors and counts and any(f.code in _SCALES for f in report.errors):
             again = self._with_counts(found, ones, sites, first, graphs, counts)
             report = again if again is not None else report
-        return replace(report, assumptions=(*report.assumptions, *_notes(first, self.rank)))
+        return replace(report, assumptions=(*report.assumptions, *_notes(first, self.rank), *self.remarks))
+
+    def _first(self, job: FakeJob) -> tuple[Captured, layers.Kept]:
+        """The first rank, and which layers stand for all; none when all are needed."""
+        (whole,) = self.capture("first rank", replace(job, kept=None), [self.rank])
+        kept = whole.survey.kept()
+        if kept:
+            short = replace(job, kept=kept)
+            (few,) = capture_all(short, [self.rank])
+            self.costs.captured("few layers", [few])
+            if few.failure is None and few.survey.covers(whole.survey):
+                n = sum(len(x) for x in whole.survey.layers.values())
+                shown = ", ".join(f"{k or 'layers'} {', '.join(map(str, v))}" for k, v in kept.items())
+                self.remarks.append(f"of {n} layers, those that do the same are checked once: {shown}")
+                return few, kept
+        if whole.graph is None:
+            (whole,) = self.capture("first rank", job, [self.rank])
+        return whole, {}
 
     def capture(self, stage: str, job: FakeJob, ranks: Sequence[int]) -> list[Captured]:
         found = capture_all(job, ranks)
@@ -144,7 +160,7 @@ class _Large:
     def _graph_of(self, job: FakeJob) -> Graph:
         (reference,) = self.capture("reference again", job, [0])
         assert reference.graph is not None
-        return reference.graph
+        return unpacked(reference.graph)
 
     def _with_counts(
         self,
@@ -219,7 +235,7 @@ def _with_inputs(graph: Graph, c: Captured, data: Mapping[Key, tuple[str, object
         node = nodes[a.ref.node]
         if a.key in data and a.ref.out == 0 and len(node.outs) == 1:
             nodes[a.ref.node] = replace(node, op="input", args=(), kwargs={}, name=data[a.key][0])
-    return replace(graph, nodes=nodes)
+    return unpacked(replace(graph, nodes=nodes))
 
 
 def _program(launch: Launch, graph: Graph, found: Contract, first: Captured) -> Program:
