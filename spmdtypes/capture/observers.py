@@ -115,8 +115,14 @@ def _reduction(rec: Recorder, args: tuple[Any, ...]) -> tuple[str, float | None]
         op = getattr(a, "reduceOp", a)
         if isinstance(op, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
             name = reduce_name(op)
-            return name, rec.pending.premul if name == "premul_sum" else None
+            return name, _factor(rec, op) if name == "premul_sum" else None
     return "unknown", None
+
+
+def _factor(rec: Recorder, op: Any) -> float | None:
+    """What operands are multiplied by before they are summed: newer operators say it themselves."""
+    own = getattr(op, "factor", None)
+    return float(own) if isinstance(own, (int, float)) else rec.pending.premul
 
 
 def _observe_works(patches: Patches, rec: Recorder) -> None:
