@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -147,11 +147,17 @@ def _check_tested(program: Program, options: Options) -> Report:
     return _report(program, findings, _counts(run.verdicts), run.inference, run.experiment)
 
 
-def conclude(program: Program, found: Experiment) -> Report:
-    """The report on a program that was run by somebody else."""
+def conclude(
+    program: Program,
+    found: Experiment,
+    more: Callable[[Inference, Mapping[str, int]], list[Verdict]] | None = None,
+) -> Report:
+    """The report on a program that was run by somebody else; `more` judges what the program itself claims."""
     if found.divergence is not None:
         return _report(program, [_diverging(found.divergence, program)], Counter(), None, found)
     run = _infer_tested(program, found)
+    if more is not None:
+        run.verdicts = run.verdicts + more(run.inference, run.inference.graph.mesh)
     findings = _findings(program, run)
     if found.crossed and any(f.is_error for f in findings):
         findings = [_crossed(found.crossed[0], program, findings)]

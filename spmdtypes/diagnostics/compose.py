@@ -274,7 +274,7 @@ def _finding(cause: Cause, program: Program, inference: Inference) -> Finding:
         frames = place(graph, graph.nodes[node])
         if not frames:
             continue
-        span = span or Span.of(frames[0])
+        span = span or Span.of(_users(frames))
         notes += _with_callers(frames, sentence)
     notes += _context(cause, graph, lead)
     if span is None and program.file is not None:
@@ -291,6 +291,11 @@ def _finding(cause: Cause, program: Program, inference: Inference) -> Finding:
         also=tuple(dict.fromkeys(Note(None, _also(v, program)) for v in _others(cause, lead))),
     )
     return replace(finding, hint=hint_for(finding, _cure(lead)))
+
+
+def _users(frames: Sequence[Frame]) -> Frame:
+    """The innermost frame outside of installed packages, if there is one."""
+    return next((f for f in frames if "site-packages" not in f.file), frames[0])
 
 
 def _others(cause: Cause, lead: Verdict) -> list[Verdict]:

@@ -48,6 +48,10 @@ class Contract:
             tuple(samplers),
         )
 
+    def is_as(self, native: Facts) -> bool:
+        """Does the run on the mesh of ones have all these values by itself?"""
+        return not self.data and all(_is(w.value, native.held[n].value) for n, w in self.held.items())
+
     def counts(self) -> dict[int, int]:
         """A rank's counts of samples, and of the elements of its samples, and those of all ranks."""
         found: dict[int, int] = {}

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from spmdtypes.dialects.spmd_types.claims import Claim
 from spmdtypes.differential.rank import Outcome
 from spmdtypes.graph import Frame, Ref
 
@@ -72,6 +73,7 @@ class Facts:
     reads: list[Read] = field(default_factory=list)
     owners: dict[str, str] = field(default_factory=dict)  # border of a state -> parameter
     samplers: list[int] = field(default_factory=list)  # replicas of each distributed sampler
+    claims: list[Claim] = field(default_factory=list)  # of the program's own annotations
     steps: int = 0
     ended: str = ""
     notes: tuple[str, ...] = ()

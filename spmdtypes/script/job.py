@@ -17,6 +17,7 @@ from spmdtypes.capture.functionalise import functionalise
 from spmdtypes.capture.replay import complete
 from spmdtypes.capture.scripting import scripting
 from spmdtypes.core.simulate import coordinates
+from spmdtypes.dialects.spmd_types import watching
 from spmdtypes.differential import frames
 from spmdtypes.differential.experiment import Call, Failure
 from spmdtypes.differential.rank import Outcome, Report, join, within_limit
@@ -73,7 +74,10 @@ class ScriptJob:
                 stack.enter_context(environment(prod(self.mesh.values()), rank, fake=False))
                 around = stack.enter_context(scripting(fake=False, folder=folder, note=notes.append))
                 around.on_batch(rec.batch)
+                claims = stack.enter_context(watching(rec))
                 rec.facts.ended = host.run(self.launch, self.mesh, rec, self.limit)
+            rec.outputs.views |= claims.views
+            rec.facts.claims = claims.claims
             self._finish(rec, watch, out)
         except (Exception, SystemExit) as e:
             where = frames.of_traceback(e.__traceback__)
