@@ -85,7 +85,7 @@ class _Large:
         counts = found.counts()
         if report.errors and counts and any(f.code in _SCALES for f in report.errors):
             again = self._with_counts(found, ones, sites, first, graphs, counts)
-            report = again if again is not None else report
+            report = again if len(again.errors) < len(report.errors) else report
         return replace(report, assumptions=(*report.assumptions, *_notes(first, self.rank), *self.remarks))
 
     def _first(self, job: FakeJob) -> tuple[Captured, layers.Kept]:
@@ -170,13 +170,11 @@ class _Large:
         first: Captured,
         graphs: Sequence[Graph],
         counts: Mapping[int, int],
-    ) -> Report | None:
-        """Is all right when numbers that are a rank's count of samples are those of all its ranks?"""
+    ) -> Report:
+        """What is wrong still when numbers that are a rank's count of samples are those of all its ranks?"""
         given = replace(found.replacement(sites, tuple(first.facts.samplers)), counts=counts)
         reference = self._graph_of(replace(ones, replacement=given))
         report = self._conclude(found, first, graphs, reference)
-        if report.errors:
-            return None
         note = "a number equal to one rank's count of samples is taken for that of all ranks"
         return replace(report, assumptions=(*report.assumptions, note))
 

@@ -7,14 +7,15 @@ other ranks and the reference are run with the layers in between taken out of th
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from spmdtypes.capture.raw import Raw, View
+from spmdtypes.capture.run import local
 
 if TYPE_CHECKING:
     from spmdtypes.script.recorder import ScriptRecorder
@@ -56,29 +57,82 @@ class Survey:
 
 def survey(rec: ScriptRecorder) -> Survey:
     """What a recorded run did, from the beginning of its program."""
-    steps: dict[tuple[str, int], list[int]] = defaultdict(list)
-    outside: set[int] = set()
-    made: dict[int, int] = {}  # storage -> what wrote to it last
-    known: dict[str, tuple[str, int] | None] = {}
+    surveyor = _Surveyor(rec)
     for raw in rec.trace:
-        place = (raw.op, rec._places(raw.stack), raw.phase)
-        token = hash((place, raw.comm and (raw.comm.kind, raw.comm.axes, raw.comm.reduce_op)))
-        if raw.module not in known:
-            known[raw.module] = _layer(raw.module)
-        layer = known[raw.module]
+        surveyor.see(raw)
+    return surveyor.result()
+
+
+Layer = tuple[str, int]
+
+
+class _Surveyor:
+    """A step belongs to the layer whose module it runs in; one outside of modules (of an optimizer, a
+    gradient's reduction) to the layers whose tensors it takes, to each with how many it takes."""
+
+    def __init__(self, rec: ScriptRecorder) -> None:
+        self.rec = rec
+        self.steps: dict[Layer, list[int]] = defaultdict(list)
+        self.outside: set[int] = set()
+        self.made: dict[int, int] = {}  # storage -> what wrote to it last
+        self.modules: dict[str, Layer | None] = {}
+        self.owner: dict[int, Layer] = {}  # storage -> the layer it belongs to
+        for name, t in rec.tensors.items():
+            layer = _layer(name)
+            if layer is not None:
+                self.owner[rec.view(local(t)).storage] = layer
+
+    def see(self, raw: Raw) -> None:
+        if raw.op in ("source", "bind"):
+            return
+        comm = raw.comm and (raw.comm.kind, raw.comm.axes, raw.comm.reduce_op, raw.comm.factor)
+        token = hash((raw.op, self.rec._places(raw.stack), raw.phase, comm))
+        if raw.module not in self.modules:
+            self.modules[raw.module] = _layer(raw.module)
+        layer = self.modules[raw.module]
         if layer is not None:
-            steps[layer].append(hash((token, _told(raw.args, made), _told(tuple(raw.kwargs.items()), made))))
-        elif raw.op not in ("source", "bind"):
-            outside.add(token)
-        for view in _written(raw):
-            made[view.storage] = token
-    layers: dict[str, dict[int, int]] = defaultdict(dict)
-    for (name, index), done in steps.items():
-        layers[name][index] = hash(tuple(done))
-    return Survey(dict(layers), frozenset(outside))
+            told = _told(raw.args, self.made), _told(tuple(raw.kwargs.items()), self.made)
+            self.steps[layer].append(hash((token, told)))
+        else:
+            layer = self._outside(raw, token)
+        for view in (v for v in (*raw.outs, *raw.mutated) if type(v) is View):
+            self.made[view.storage] = token
+            if layer is not None:
+                self.owner.setdefault(view.storage, layer)
+
+    def _outside(self, raw: Raw, token: int) -> Layer | None:
+        """The one layer the step's tensors belong to."""
+        views = (raw.args, tuple(raw.kwargs.values()))
+        taken = Counter(self.owner[v.storage] for v in _views(views) if v.storage in self.owner)
+        if not taken:
+            self.outside.add(token)
+        scalars = (
+            _told(raw.args, {}) if len(taken) == 1 else tuple(x for x in raw.args if type(x) is not tuple)
+        )
+        for layer, times in taken.items():
+            self.steps[layer].append(hash((token, times, _numbers(scalars))))
+        return next(iter(taken)) if len(taken) == 1 else None
+
+    def result(self) -> Survey:
+        layers: dict[str, dict[int, int]] = defaultdict(dict)
+        for (name, index), done in self.steps.items():
+            layers[name][index] = hash(tuple(done))
+        return Survey(dict(layers), frozenset(self.outside))
 
 
-def _layer(module: str) -> tuple[str, int] | None:
+def _views(x: Any) -> Iterator[View]:
+    if type(x) is View:
+        yield x
+    elif type(x) is tuple:
+        for y in x:
+            yield from _views(y)
+
+
+def _numbers(x: Any) -> tuple[Any, ...]:
+    return tuple(y for y in x if isinstance(y, (int, float, str)))
+
+
+def _layer(module: str) -> Layer | None:
     """The outermost list a module belongs to, and its index there."""
     from spmdtypes.script.recorder import canonical
 
@@ -91,10 +145,6 @@ def _told(x: Any, made: Mapping[int, int]) -> Any:
     if type(x) is View:
         return (x.shape, x.stride, x.dtype, made.get(x.storage))
     return tuple([_told(y, made) for y in x]) if type(x) is tuple else x
-
-
-def _written(raw: Raw) -> Iterable[View]:
-    return [v for v in (*raw.outs, *raw.mutated) if type(v) is View]
 
 
 def shorten(roots: Iterable[tuple[str, nn.Module]], kept: Kept) -> None:
