@@ -279,12 +279,18 @@ def _experiment(
         notes=outcomes[0].facts.notes,
     )
     borders = _read_by_some([o.borders for o in outcomes])
-    wanted = {b: v for b, v in reference.borders.items() if any(b in x for x in borders)}
+    wanted = {b: v for b, v in reference.borders.items() if _compared(b, borders)}
     seen = compare_seed(program, program.params, part.mesh, borders, small, [wanted], 0, experiment.tolerance)
     compared = {n: _as_read(b, part.mesh) for n, b in merge([seen]).items()}
     owners = outcomes[0].facts.owners
     experiment.borders = {n: _as_used(b, compared, owners, reference, found) for n, b in compared.items()}
     return experiment
+
+
+def _compared(border: str, ranks: Sequence[Mapping[str, Tensor]]) -> bool:
+    """Optimizer state may be dealt out to the ranks; everything else is on all of them or on none."""
+    having = [border in r for r in ranks]
+    return all(having) if border.startswith("state:") else any(having)
 
 
 def _as_used(

@@ -20,6 +20,8 @@ def install(patches: Patches, context: Context) -> None:
 
     patches.set(torch, "compile", compile)
     patches.set(torch.nn.Module, "compile", lambda self, *args, **kwargs: None)
+    jit: Any = torch.jit
+    patches.everywhere(jit.script, script)  # it reads the source of what it calls, ours included
     compiler: Any = torch.compiler
     for name in ("cudagraph_mark_step_begin", "reset", "set_enable_guard_collectives"):
         if hasattr(compiler, name):
@@ -39,6 +41,11 @@ def _plain(model: Any) -> Any:
     if isinstance(model, torch.nn.Module):
         model.__dict__["_orig_mod"] = model
     return model
+
+
+def script(obj: Any, *args: Any, **kwargs: Any) -> Any:
+    """TorchScript of a thing is the thing itself."""
+    return obj
 
 
 def _decorator(fn: Any = None, *args: Any, **kwargs: Any) -> Any:
