@@ -119,12 +119,12 @@ class FakeScriptRecorder(ScriptRecorder):  # type: ignore[no-untyped-call]
         return self.view(local(t)).storage not in self._written
 
     def load(self) -> None:
-        if self.kept != {}:
-            roots = _roots(sys._getframe(1))
-            if self.kept is None and not layers.can_be_shortened(roots):
-                self.kept = {}
-            layers.shorten(roots, self.kept or {})
-        super().load()
+        roots = _roots(sys._getframe(1))
+        if self.kept is None and not layers.can_be_shortened(roots):
+            self.kept = {}
+        layers.shorten(roots, self.kept or {})
+        self._adopt(roots)
+        self.loaded, self.building = True, False
         if self.probe:
             raise EndOfSteps
 
