@@ -377,3 +377,69 @@ def test_tensors_of_a_mesh_draw_as_on_gpus(tmp_path: Path) -> None:
     assert torch.equal(first["sharded"], dp["sharded"])
     assert torch.equal(first["replicated"], tp["replicated"])
     assert torch.equal(first["after"], tp["after"])
+
+
+def test_copies_of_fake_modules(tmp_path: Path) -> None:
+    """As for a teacher or an average of weights."""
+    ran = run(
+        """
+        import copy, torch
+        model = torch.nn.Linear(3, 3).cuda()
+        model.register_buffer("count", torch.tensor(1.0))
+        model(torch.ones(2, 3, device="cuda")).sum().backward()
+        teacher = copy.deepcopy(model)
+        facts = (teacher.weight is model.weight, teacher.weight.is_cuda, teacher.weight.requires_grad,
+                 isinstance(teacher.weight, torch.nn.Parameter), teacher.weight.grad is not None)
+        a, b = torch.ones(3), torch.ones(3)
+        apart = a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr()
+        same = a.untyped_storage().data_ptr() == a[1:].untyped_storage().data_ptr()
+        text = f"{torch.tensor(2.5):.2f}"
+        """,
+        tmp_path,
+        tensors=True,
+    )
+    assert ran["facts"] == (False, True, True, True, True)
+    assert ran["apart"] and ran["same"] and ran["text"] == "2.50"
+
+
+def test_random_states_are_no_fakes(tmp_path: Path) -> None:
+    """They are saved, sent to other ranks and set again."""
+    ran = run(
+        """
+        import torch, torch.distributed as dist
+        dist.init_process_group("nccl")
+        state = torch.get_rng_state()
+        unchanged = torch.all(state == torch.get_rng_state()).item()
+        sent = state.to("cuda")
+        dist.broadcast(sent, 0)
+        torch.set_rng_state(sent.cpu())
+        torch.cuda.set_rng_state(torch.cuda.get_rng_state().clone())
+        g = torch.Generator("cuda")
+        g.set_state(g.get_state())
+        """,
+        tmp_path,
+        tensors=True,
+    )
+    assert ran["unchanged"] is True
+
+
+@pytest.mark.parametrize("tensors", [False, True], ids=["real", "fake"])
+def test_libraries_that_train_for_the_user_see_a_gpu(tmp_path: Path, tensors: bool) -> None:
+    trainer = tmp_path / "site-packages" / "accelerate"
+    trainer.mkdir(parents=True)
+    (trainer / "__init__.py").write_text(
+        "import torch, subprocess\ndevice = torch.device('cuda' if torch.cuda.is_available() else 'cpu')\n"
+    )
+    ran = run(
+        f"""
+        import sys
+        sys.path.insert(0, {str(trainer.parent)!r})
+        import accelerate
+        device = accelerate.device
+        for name in [n for n in sys.modules if n.partition(".")[0] == "accelerate"]:
+            del sys.modules[name]
+        """,
+        tmp_path,
+        tensors=tensors,
+    )
+    assert ran["device"] == torch.device("cuda")

@@ -1,5 +1,6 @@
 """What a script writes is there for it, and nowhere else."""
 
+# ruff: noqa: E501 (one program a line)
 from __future__ import annotations
 
 import os

@@ -24,7 +24,7 @@ EITHER = pytest.mark.parametrize("fake", [True, False], ids=["fake", "real"])
         "'nccl', init_method='env://', timeout=datetime.timedelta(seconds=5)",
         "'nccl', device_id=torch.device('cuda', 0)",
         "backend='nccl', init_method='tcp://10.0.0.1:29500', rank=RANK, world_size=WORLD",
-        "backend=dist.Backend.NCCL, store=dist.TCPStore('localhost', 0, WORLD, RANK == 0), rank=RANK, world_size=WORLD",
+        "store=dist.TCPStore('localhost', 0, WORLD, RANK == 0), rank=RANK, world_size=WORLD",
     ],
 )
 def test_a_group_is_made(tmp_path: Path, arguments: str, fake: bool) -> None:
@@ -159,7 +159,8 @@ def test_variables_of_torchrun(
         if "SLURM_PROCID" in os.environ:
             rank, world = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
             local, nodes = int(os.getenv("SLURM_LOCALID")), int(os.environ.get("SLURM_NNODES"))
-            host = subprocess.check_output(["scontrol", "show", "hostnames", os.environ["SLURM_NODELIST"]], text=True)
+            command = ["scontrol", "show", "hostnames", os.environ["SLURM_NODELIST"]]
+            host = subprocess.check_output(command, text=True)
         """,
         """
         rank, world = int(os.environ["OMPI_COMM_WORLD_RANK"]), int(os.environ.get("OMPI_COMM_WORLD_SIZE", 1))

@@ -201,7 +201,7 @@ def test_ends(tmp_path: Path, code: str) -> None:
 COMPILERS = {
     "function": "f = torch.compile(lambda x: x + 1)",
     "decorator": "@torch.compile\ndef f(x):\n    return x + 1",
-    "decorator with options": "@torch.compile(mode='max-autotune', fullgraph=True)\ndef f(x):\n    return x + 1",
+    "decorator with options": "@torch.compile(fullgraph=True)\ndef f(x):\n    return x + 1",
     "options": "f = torch.compile(lambda x: x + 1, backend='inductor', options={'triton.cudagraphs': True})",
     "dynamo": "import torch._dynamo\nf = torch._dynamo.optimize('inductor')(lambda x: x + 1)",
     "disabled": "@torch.compiler.disable(recursive=False)\ndef f(x):\n    return x + 1",

@@ -9,6 +9,11 @@ from types import FrameType
 
 from spmdtypes.errors import is_user_file
 
+# packages that choose devices and process groups on the user's behalf
+TRAINERS = frozenset(
+    "accelerate lightning lightning_fabric pytorch_lightning deepspeed composer colossalai torchtitan "
+    "torchtune megatron nemo fairscale ignite transformers trl catalyst fastai mmengine".split()
+)
 _HERE = Path(__file__).resolve().parent
 # what stands between a caller and the function of torch or Python that it calls
 _BETWEEN = (
@@ -24,6 +29,7 @@ class Callers:
     def __init__(self, own: Sequence[Path] = ()) -> None:
         self._own = tuple(str(p.resolve()) + "/" for p in own)
         self._known: dict[str, bool | None] = {}
+        self._steers: dict[str, bool] = {}
 
     def _is_user(self, filename: str) -> bool | None:
         """None for what stands between."""
@@ -40,14 +46,31 @@ class Callers:
     def user_asks(self, through: tuple[str, ...] = ()) -> bool:
         """Does the user's code call the function of ours that calls this? Frames of files whose names
         end with one of `through` are looked past."""
-        frame: FrameType | None = sys._getframe(1)
+        return self._is_user(self._caller(through)) is True
+
+    def sees_accelerator(self) -> bool:
+        """Is the caller to be told of an accelerator: the user's code, or a library that runs the
+        training for it?"""
+        name = self._caller(())
+        return self._is_user(name) is True or self._is_trainer(name)
+
+    def _caller(self, through: tuple[str, ...]) -> str:
+        """The file of the nearest frame that is not between."""
+        frame: FrameType | None = sys._getframe(2)
         while frame is not None:
             name = frame.f_code.co_filename
-            is_user = self._is_user(name)
-            if is_user is not None and not (through and name.endswith(through)):
-                return is_user
+            if self._is_user(name) is not None and not (through and name.endswith(through)):
+                return name
             frame = frame.f_back
-        return False
+        return ""
+
+    def _is_trainer(self, filename: str) -> bool:
+        try:
+            return self._steers[filename]
+        except KeyError:
+            parts = filename.rpartition("site-packages/")[2].split("/")
+            found = self._steers[filename] = "site-packages/" in filename and parts[0] in TRAINERS
+            return found
 
     def place(self) -> tuple[str, int] | None:
         """The user's innermost line."""

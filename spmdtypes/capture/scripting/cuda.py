@@ -51,7 +51,7 @@ def _for_users(context: Context, real: Callable[..., Any], answer: Any) -> Calla
 
     @functools.wraps(real)
     def asked(*args: Any, **kwargs: Any) -> Any:
-        return answer if context.callers.user_asks() else real(*args, **kwargs)
+        return answer if context.callers.sees_accelerator() else real(*args, **kwargs)
 
     return asked
 

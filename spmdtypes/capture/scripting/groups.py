@@ -101,7 +101,7 @@ def _patch_making(patches: Patches, context: Context, state: _Asked) -> None:
 
 
 def _patch_questions(patches: Patches, context: Context, state: _Asked) -> None:
-    asks = context.callers.user_asks
+    asks = context.callers.sees_accelerator
     is_initialized, get_backend = _c10d.is_initialized, _c10d.get_backend
 
     def initialised() -> bool:
@@ -125,7 +125,7 @@ def _patch_questions(patches: Patches, context: Context, state: _Asked) -> None:
 def _yes_to_users(real: Callable[..., bool], context: Context) -> Callable[..., bool]:
     @functools.wraps(real)
     def answer(*args: Any, **kwargs: Any) -> bool:
-        return context.callers.user_asks() or real(*args, **kwargs)
+        return context.callers.sees_accelerator() or real(*args, **kwargs)
 
     return answer
 

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
-from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from spmdtypes.capture.patches import Patches
@@ -28,7 +27,6 @@ _LABEL = re.compile(r"([A-Za-z_][\w./@-]*(?: [A-Za-z_][\w./@-]*){0,2})\W*$")
 
 def install(patches: Patches, context: Context) -> None:
     _patch_print(patches, context)
-    _patch_format(patches)
     _patch_logging(patches, context)
     patches.environ(OFFLINE)
     hooks = Hooks(patches, context)
@@ -49,19 +47,6 @@ def _patch_print(patches: Patches, context: Context) -> None:
             real(*args, **kwargs)
 
     patches.set(builtins, "print", print)
-
-
-def _patch_format(patches: Patches) -> None:
-    """A fake scalar is formatted as a real one is: by its number."""
-    real: Any = Tensor.__format__
-
-    @functools.wraps(real)
-    def formatted(self: Any, format_spec: str) -> str:
-        if isinstance(self, FakeTensor) and self.dim() == 0 and format_spec:
-            return format(self.item(), format_spec)
-        return str(real(self, format_spec))
-
-    patches.set(Tensor, "__format__", formatted)
 
 
 def _patch_logging(patches: Patches, context: Context) -> None:

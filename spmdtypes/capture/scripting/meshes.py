@@ -21,7 +21,7 @@ from spmdtypes.capture.scripting.tensors import Devices
 def install(patches: Patches, devices: Devices) -> None:
     init, make = DeviceMesh.__init__, module.init_device_mesh
     supported = random.is_rng_supported_mesh
-    asks = devices.context.callers.user_asks
+    asks = devices.context.callers.sees_accelerator
 
     def asked(device_type: Any) -> None:
         """A script is for accelerators once it has one such mesh."""

@@ -16,6 +16,7 @@ from spmdtypes.capture.scripting import (
     attention,
     compiling,
     cuda,
+    fakes,
     files,
     groups,
     launcher,
@@ -83,6 +84,7 @@ def scripting(
         launcher.install(patches, context)
         groups.install(patches, context)
         tensors.install(patches, devices, streams)
+        fakes.install(patches, devices.of, context.callers.sees_accelerator)
         meshes.install(patches, devices)
         cuda.install(patches, context, devices)
         streams.install(patches, cuda.count(context))

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext, _device_constructors
 
 from spmdtypes.capture.accelerator import CudaIsCpu, keep_in_backward
 from spmdtypes.capture.patches import Patches
+from spmdtypes.capture.scripting import fakes
 from spmdtypes.capture.scripting.context import Context
 from spmdtypes.capture.scripting.streams import Streams
 
@@ -82,7 +82,7 @@ class Marking(TorchFunctionMode):
     def __init__(self, devices: Devices, streams: Streams) -> None:
         super().__init__()
         self.devices, self.streams = devices, streams
-        self.user_asks = devices.context.callers.user_asks
+        self.user_asks = devices.context.callers.sees_accelerator
         self.factories = _device_constructors()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -102,6 +102,8 @@ class Marking(TorchFunctionMode):
         return {"device": where, "is_cuda": True, "is_cpu": False}[getter]
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if fakes.all_stay_real(args, kwargs):
+            return fakes.really(func, args, kwargs)
         where = self._place(func, args, kwargs)
         if kwargs.get("pin_memory"):
             kwargs = {k: v for k, v in kwargs.items() if k != "pin_memory"}
@@ -134,6 +136,8 @@ class Marking(TorchFunctionMode):
         return None
 
     def _move(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if fakes.all_stay_real(args, {}):
+            return fakes.really(func, args, kwargs)
         tensor, *rest = args
         here = self.devices.of(tensor)
         if func is Tensor.cpu:
@@ -172,7 +176,6 @@ def install(patches: Patches, devices: Devices, streams: Streams) -> None:
     keep_in_backward(patches, CudaIsCpu, functools.partial(Marking, devices, streams))
     _patch_modules(patches, devices)
     _patch_functions(patches, devices)
-    _patch_fakes(patches, devices)
 
 
 def _patch_contexts(patches: Patches, devices: Devices) -> None:
@@ -283,31 +286,3 @@ def _patch_functions(patches: Patches, devices: Devices) -> None:
 
     patches.set(torch.autograd.Function, "apply", classmethod(marked_apply))
     patches.set(kind, "__new__", staticmethod(marked_new))
-
-
-def _patch_fakes(patches: Patches, devices: Devices) -> None:
-    """Fake tensors answer for their device themselves."""
-    real: Any = vars(FakeTensor)["device"]
-    asks = devices.context.callers.user_asks
-
-    def device(self: Any) -> torch.device:
-        where = devices.of(self)
-        # where no mode is on, nobody would understand the answer
-        if where is not None and torch._C._is_torch_function_mode_enabled() and asks():
-            return where
-        answer: torch.device = real.fget(self)
-        return answer
-
-    patches.set(FakeTensor, "device", property(device))
-    swap = torch.utils.swap_tensors
-
-    @functools.wraps(swap)
-    def swap_tensors(t1: Tensor, t2: Tensor) -> None:
-        """Modules convert fake parameters by swapping, which fails where anybody watches one."""
-        if isinstance(t1, FakeTensor) and isinstance(t2, FakeTensor):
-            t1.fake_device = t2.fake_device
-            t1.data = t2.data
-        else:
-            swap(t1, t2)  # type: ignore[no-untyped-call]
-
-    patches.everywhere(swap, swap_tensors)
