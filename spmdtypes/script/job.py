@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -43,11 +42,13 @@ class ScriptJob:
     wide: bool = True
     seeds: tuple[int, ...] = field(default=(0,))
 
-    def enter(self, rank: int, store: str, timeout: float) -> None:
+    def enter(self, rank: int, store: str, timeout: float) -> Path:
+        """The folder for what the script writes: that of all ranks, which outlives each."""
         join(rank, prod(self.mesh.values()), store, timeout)
         torch.set_default_dtype(torch.float64 if self.wide else torch.float32)
+        return Path(store).parent / "written"
 
-    def run(self, state: None, rank: int, index: int, report: Report) -> Outcome:
+    def run(self, folder: Path, rank: int, index: int, report: Report) -> Outcome:
         def heard(call: Call, places: frames.Places) -> None:
             """A stage of a pipeline that waits for the next step's input has done its steps."""
             if call.kind in PAIRED and rec.finished:
@@ -67,7 +68,6 @@ class ScriptJob:
         notes: list[str] = []
         try:
             with ExitStack() as stack:
-                folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
                 stack.enter_context(watch)
                 if self.wide:
                     stack.enter_context(wide_defaults())
