@@ -29,7 +29,7 @@ from spmdtypes.differential.rendezvous import Rendezvous
 from spmdtypes.forking import garbage_left_alone
 
 STALLED = "Stalled"  # the `error` of ranks that had to be given up
-QUIET = 2.0  # seconds without a message or CPU time after which ranks count as stuck
+QUIET = 8.0  # seconds without a message or CPU time after which ranks count as stuck
 
 
 class Work(Protocol):

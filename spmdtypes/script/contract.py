@@ -237,7 +237,7 @@ def program(
         kind = border.partition(":")[0]
         if kind in ("norm", "metric"):
             results[border] = Type(tuple(Dim(n) for n in value.shape))
-        elif kind == "state" and border in owners:
+        elif kind == "state" and border in owners and all(border in b for b in borders):
             t = params.get(owners[border])
             held = facts.held.get(owners[border])
             if t is not None and held is not None and held.value.shape == value.shape and value.ndim:

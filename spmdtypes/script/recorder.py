@@ -285,7 +285,7 @@ class ScriptRecorder(WideRecorder):  # type: ignore[no-untyped-call]
         if not self.loaded:
             self._first = module
             self.load()
-        elif any(id(p) not in self.names_of for p in module.parameters()):
+        elif id(module) not in self.module_names:
             self._adopt([(type(module).__name__.lower(), module)])
 
     def load(self) -> None:
