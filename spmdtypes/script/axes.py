@@ -138,7 +138,22 @@ def on_mesh(graph: Graph, mesh: Mapping[str, int], rank: int) -> Graph:
             axes = tuple(a for a in groups.axes(n.comm.ranks)) if len(n.comm.ranks) > 1 else n.comm.axes
             n = replace(n, comm=replace(n.comm, axes=axes))
         nodes.append(n)
-    return replace(graph, mesh=dict(mesh), coords=dict(coordinates(mesh)[rank]), nodes=nodes)
+    said = {
+        border: {a: p for name, p in placed.items() for a in axes_named(name, mesh, {})}
+        for border, placed in graph.dtensors.items()
+    }
+    coords = dict(coordinates(mesh)[rank])
+    return replace(graph, mesh=dict(mesh), coords=coords, nodes=nodes, dtensors=said)
+
+
+def axes_named(name: str, mesh: Mapping[str, int], sites: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """The axes a dim of a device mesh stands for: one of ours, a flattened one, or one known by its ranks."""
+    if name in mesh:
+        return (name,)
+    if name.startswith("ranks:"):
+        ranks = tuple(int(r) for r in name.removeprefix("ranks:").split(","))
+        return Groups(mesh, {}).axes(ranks) if len(ranks) > 1 else ()
+    return sites.get(f"mesh_{name}", ())
 
 
 def axes_by_site(facts: Facts, mesh: Mapping[str, int]) -> dict[str, tuple[str, ...]]:

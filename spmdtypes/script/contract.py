@@ -14,6 +14,7 @@ from torch import Tensor
 from spmdtypes.contracts import Program
 from spmdtypes.drive import short_dtype
 from spmdtypes.notation import Dim, Type
+from spmdtypes.script.axes import axes_named
 from spmdtypes.script.facts import Arrival, Facts, Held, Key, Replacement
 from spmdtypes.script.launch import Launch
 from spmdtypes.script.stages import common
@@ -139,7 +140,7 @@ def _by_placements(
     strided = [p for p in pairs if "Strided" in p[1] or p[1].startswith("_S")]
     for axis, placement in [p for p in pairs if p not in strided] + strided:
         m = _SHARD.match(placement)
-        axes = (axis,) if axis in mesh else sites.get(f"mesh_{axis}", ())
+        axes = axes_named(axis, mesh, sites)
         if m and axes:
             dims[int(m.group(1))] += [a for a in axes if mesh[a] > 1]
         elif m or placement.startswith("P"):

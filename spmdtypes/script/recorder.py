@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import (
     Optimizer,
@@ -316,10 +317,7 @@ class ScriptRecorder(WideRecorder):  # type: ignore[no-untyped-call]
                 self.trace[-1].kwargs = {"from the start": True}
 
     def _held(self, t: Tensor, is_buffer: bool) -> Held:
-        placements = None
-        if hasattr(t, "placements"):
-            names = t.device_mesh.mesh_dim_names or ()  # type: ignore[attr-defined]
-            placements = tuple((a, str(p)) for a, p in zip(names, t.placements))
+        placements = _placements(t) if hasattr(t, "placements") else None
         cut = next((d for n in _CUT_ATTRIBUTES if isinstance(d := getattr(t, n, None), int) and d >= 0), None)
         frames = self.stacks.resolve(self.declared_at.get(id(t), 0))
         with self.pause():
@@ -413,8 +411,7 @@ class ScriptRecorder(WideRecorder):  # type: ignore[no-untyped-call]
     def snapshot(self, border: str, t: Any) -> None:
         """What `t` holds now is the border's value."""
         if hasattr(t, "placements"):
-            names = t.device_mesh.mesh_dim_names or ()
-            pairs = tuple((a, str(p)) for a, p in zip(names, t.placements))
+            pairs = _placements(t)
             self.facts.placements[border] = pairs
             self.outputs.placements[border] = dict(pairs)
         with self.pause():
@@ -453,6 +450,16 @@ def map_tensors(f: Callable[[Tensor], Tensor], x: Any) -> Any:
         for k, v in list(x.items()):
             x[k] = map_tensors(f, v)
     return x
+
+
+def _placements(t: Any) -> tuple[tuple[str, str], ...]:
+    """What a DTensor says of each dim of its mesh, by name or, without one, by the ranks along it."""
+    mesh = t.device_mesh
+    names = mesh.mesh_dim_names
+    if names is None:
+        groups = [dist.get_process_group_ranks(mesh.get_group(i)) for i in range(mesh.ndim)]
+        names = ["ranks:" + ",".join(map(str, ranks)) for ranks in groups]
+    return tuple((a, str(p)) for a, p in zip(names, t.placements))
 
 
 def _as_placed(grad: Any, p: Any) -> Tensor:
