@@ -93,7 +93,7 @@ class _Trial:
 
     def execute(
         self, mesh: Mapping[str, int], seeds: tuple[int, ...], types: Mapping[str, Type] | None = None
-    ) -> Execution:
+    ) -> Execution[Job]:
         """A run without the seeds at which only their uncommon values make the program raise."""
         while True:
             hows = tuple(how for seed, how in zip(self.seeds, self.regimes) if seed in seeds)
@@ -106,7 +106,7 @@ class _Trial:
                 return got
             seeds = tuple(s for s in seeds if s not in late)
 
-    def reference(self, forced: Mapping[str, int] | None) -> tuple[Execution, tuple[str, ...]]:
+    def reference(self, forced: Mapping[str, int] | None) -> tuple[Execution[Job], tuple[str, ...]]:
         """The run on the first mesh, from the mesh of ones upwards, that allows one; the axes it keeps."""
         axes = [a for a, n in self.program.mesh.items() if n > 1]
         if forced is not None:
@@ -122,15 +122,15 @@ class _Trial:
         return runs[0], tuple(axes) if forced is None else candidates[0]
 
 
-def _all_types(program: Program, reference: Execution) -> dict[str, Type]:
+def _all_types(program: Program, reference: Execution[Job]) -> dict[str, Type]:
     """The declared types, and replicated ones for parameters without."""
     untyped = next((o.untyped for o in reference.outcomes[0]), {})
     return {**infer_types(untyped), **program.params}
 
 
 def _with_equal_draws(
-    ranks: Execution, reference: Execution, timeout: float
-) -> tuple[Execution, Execution, list[Draw]]:
+    ranks: Execution[Job], reference: Execution[Job], timeout: float
+) -> tuple[Execution[Job], Execution[Job], list[Draw]]:
     """Both run again with numbers that agree, where that makes a difference."""
     mesh, small = ranks.job.mesh, reference.job.mesh
     mine, theirs = _noted(ranks), _noted(reference)
@@ -145,7 +145,7 @@ def _with_equal_draws(
     return ranks, reference, next((p.draws for p in plans.values()), [])
 
 
-def _noted(execution: Execution) -> dict[int, list[list[Noted]]]:
+def _noted(execution: Execution[Job]) -> dict[int, list[list[Noted]]]:
     """Every rank's draws, by seed."""
     return {
         seed: [outcomes[i].noted for outcomes in execution.outcomes]
@@ -153,7 +153,7 @@ def _noted(execution: Execution) -> dict[int, list[list[Noted]]]:
     }
 
 
-def _runs(execution: Execution, mesh: Mapping[str, int]) -> list[RankRun]:
+def _runs(execution: Execution[Job], mesh: Mapping[str, int]) -> list[RankRun]:
     out = []
     for rank, (coords, outcomes) in enumerate(zip(coordinates(mesh), execution.outcomes)):
         error = next((f for f in execution.failures if f.rank == rank), None)
@@ -173,14 +173,14 @@ def _averaged(program: Program) -> frozenset[str]:
     return frozenset(a for t in outputs if t is not None for a, op in t.partial if op == "avg")
 
 
-def _tolerance(*executions: Execution) -> float:
+def _tolerance(*executions: Execution[Job]) -> float:
     """Rounding of the lowest precision the program used, with room for other orders of summation."""
     eps = max((o.eps for e in executions for r in e.outcomes for o in r), default=0.0)
     return max(1e-6, 64 * eps)
 
 
 def _notes(
-    found: Experiment, reference: Execution, seeds: Sequence[int], ranks: Execution
+    found: Experiment, reference: Execution[Job], seeds: Sequence[int], ranks: Execution[Job]
 ) -> tuple[str, ...]:
     notes = []
     if found.kept_axes and not found.tested_axes:

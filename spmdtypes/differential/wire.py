@@ -17,7 +17,10 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, obj: Any) -> Any:
         if not isinstance(obj, torch.Tensor):
             return None
-        raw = obj.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        flat = obj.detach().contiguous().reshape(-1)
+        if flat.numel() == 1:  # contiguous, whatever its stride
+            flat = flat.as_strided((1,), (1,))
+        raw = flat.view(torch.uint8).numpy().tobytes()
         start = len(self.blob)
         self.blob += raw + bytes(-len(raw) % 16)
         return start, len(raw), obj.dtype, tuple(obj.shape)
