@@ -319,6 +319,7 @@ def test_meta_modules_are_made_real_on_the_device(tmp_path: Path) -> None:
         import torch
         with torch.device("meta"):
             model = torch.nn.Linear(3, 2)
+        assert model.weight.is_meta and model.weight.device.type == "meta"
         model = model.to_empty(device="cuda")
         torch.nn.init.ones_(model.weight)
         """,
@@ -369,6 +370,10 @@ def test_tensors_of_a_mesh_draw_as_on_gpus(tmp_path: Path) -> None:
             x = DTensor.from_local(torch.ones(32, device="cuda"), mesh, placements, run_check=False)
             assert x.is_cuda and x.device.type == "cuda"
             return torch.nn.functional.dropout(x, 0.5).to_local()
+        from torch.distributed.tensor import distribute_tensor
+        with torch.device("meta"):
+            empty = distribute_tensor(torch.zeros(4), mesh, [Replicate(), Shard(0)])
+        assert empty.device.type == "meta"
         sharded, replicated = masks(Replicate(), Shard(0)), masks(Replicate(), Replicate())
         after = torch.rand(2, device="cuda")
         """

@@ -36,12 +36,12 @@ def _patch_device(
     real: Any = vars(FakeTensor)["device"]
 
     def device(self: Any) -> torch.device:
+        truth: torch.device = real.fget(self)
         where = place(self)
+        if where is None or truth.type == "meta":
+            return truth
         # where no mode is on, nobody would understand the answer
-        if where is not None and torch._C._is_torch_function_mode_enabled() and asks():
-            return where
-        answer: torch.device = real.fget(self)
-        return answer
+        return where if torch._C._is_torch_function_mode_enabled() and asks() else truth
 
     patches.set(FakeTensor, "device", property(device))
 

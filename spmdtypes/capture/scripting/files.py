@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from spmdtypes.capture.patches import Patches
+from spmdtypes.capture.scripting import foreign
 from spmdtypes.capture.scripting.context import Context
-from spmdtypes.capture.scripting.imports import Hooks
 from spmdtypes.capture.scripting.overlay import Entry, Overlay
 
 _WRITES = set("wax+")
@@ -27,13 +27,32 @@ def install(patches: Patches, context: Context) -> None:
     _patch_writes(patches, overlay)
     _patch_links(patches, overlay)
     _patch_directory(patches, overlay)
-    Hooks(patches, context).when("sqlite3", lambda module: _patch_databases(patches, overlay, module))
+    foreign.install(patches, context, overlay)
     # descriptors of folders would lead past the layer
     patches.set(shutil, "_use_fd_functions", False)
 
 
 def layer(context: Context) -> Overlay:
-    return Overlay(context.folder)
+    return Overlay(context.folder, _caches(), lambda: context.callers.user_asks(through=_LIBRARY))
+
+
+# what stands between a script and a file, in Python's library
+_LIBRARY: tuple[str, ...] = (
+    *("shutil.py", "pathlib.py", "os.py", "tempfile.py", "genericpath.py", "posixpath.py", "contextlib.py"),
+    *("<frozen os>", "<frozen posixpath>", "<frozen genericpath>"),
+)
+_CACHES = (
+    *("XDG_CACHE_HOME", "HF_HOME", "HF_DATASETS_CACHE", "HF_HUB_CACHE", "TORCH_HOME", "TRITON_HOME"),
+    *("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"),
+)
+
+
+def _caches() -> tuple[str, ...]:
+    """Folders where libraries keep what they have fetched or prepared."""
+    home = os.path.expanduser("~")
+    found = [os.path.join(home, ".cache"), os.path.join(home, ".triton")]
+    found += [os.environ[n] for n in _CACHES if n in os.environ]
+    return tuple(os.path.abspath(p) for p in found)
 
 
 def _patch_temporary(patches: Patches, context: Context) -> None:
@@ -260,20 +279,6 @@ def _patch_links(patches: Patches, overlay: Overlay) -> None:
 
     patches.set(os, "symlink", symlink)
     patches.set(os, "link", link)
-
-
-def _patch_databases(patches: Patches, overlay: Overlay, module: Any) -> None:
-    """A database is opened to be changed."""
-    connect = module.connect
-
-    @functools.wraps(connect)
-    def connect_here(database: Any, *args: Any, **kwargs: Any) -> Any:
-        plain = _is_path(database) and str(database) not in ("", ":memory:") and not kwargs.get("uri")
-        if plain and overlay.covers(database):
-            database = overlay.prepare(database, keep=True)
-        return connect(database, *args, **kwargs)
-
-    patches.everywhere(connect, connect_here)
 
 
 def _patch_directory(patches: Patches, overlay: Overlay) -> None:

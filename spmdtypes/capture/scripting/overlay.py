@@ -23,11 +23,15 @@ _SYSTEM = ("/dev", "/proc", "/sys", "/run")
 
 
 class Overlay:
-    """Where each path of the script really is. `exempt` folders are written to as they are."""
+    """Where each path of the script really is. Libraries write to their `caches` as ever; `user_asks`
+    says whether the script itself would."""
 
-    def __init__(self, folder: Path, exempt: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, folder: Path, caches: tuple[str, ...] = (), user_asks: Callable[[], bool] = lambda: True
+    ) -> None:
         self.upper, self.gone = str(folder / "upper"), str(folder / "gone")
-        self._exempt = (str(folder), *_SYSTEM, *exempt)
+        self._exempt = (str(folder), *_SYSTEM)
+        self._caches, self._user_asks = caches, user_asks
         for p in (self.upper, self.gone):
             with_parents(p)
 
@@ -36,7 +40,9 @@ class Overlay:
     def covers(self, path: Any) -> bool:
         """Is `path` one whose writes are kept apart?"""
         p = absolute(path)
-        return not any(p == e or p.startswith(e + "/") for e in self._exempt)
+        if _within(p, self._exempt):
+            return False
+        return not _within(p, self._caches) or self._user_asks()
 
     def up(self, path: Any) -> str:
         return self.upper + absolute(path)
@@ -223,6 +229,10 @@ class Entry:
 
     def inode(self) -> int:
         return _lstat(self._real).st_ino
+
+
+def _within(path: str, folders: tuple[str, ...]) -> bool:
+    return any(path == f or path.startswith(f + "/") for f in folders)
 
 
 def absolute(path: Any) -> str:

@@ -96,9 +96,10 @@ class Marking(TorchFunctionMode):
 
     def _answer(self, getter: str, func: Any, args: Any) -> Any:
         """A question about a tensor's device: libraries are told the truth."""
+        truth = func(*args)
         where = self.devices.of(args[0])
-        if where is None or not self.user_asks():
-            return func(*args)
+        if where is None or not self.user_asks() or "meta" in str(truth):
+            return truth
         return {"device": where, "is_cuda": True, "is_cpu": False}[getter]
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
