@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from spmdtypes.capture.raw import Raw, View
+from spmdtypes.capture.raw import Raw, Res, View
 from spmdtypes.capture.run import local
 
 if TYPE_CHECKING:
@@ -144,6 +144,8 @@ def _told(x: Any, made: Mapping[int, int]) -> Any:
     """An argument: a tensor by its shape and by what made it."""
     if type(x) is View:
         return (x.shape, x.stride, x.dtype, made.get(x.storage))
+    if type(x) is Res:
+        return x.out  # of a collective, whose number is no matter
     return tuple([_told(y, made) for y in x]) if type(x) is tuple else x
 
 
