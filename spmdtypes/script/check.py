@@ -16,8 +16,8 @@ from torch import Tensor
 from spmdtypes.checker import conclude, replace_mesh
 from spmdtypes.contracts import Program
 from spmdtypes.core.simulate import coordinates
-from spmdtypes.dialects.spmd_types import Claims, judged
 from spmdtypes.diagnostics.finding import Finding, in_order
+from spmdtypes.dialects.spmd_types import Claims, judged
 from spmdtypes.differential import streams
 from spmdtypes.differential.compare import compare_seed, merge
 from spmdtypes.differential.experiment import Border, Experiment, Failure, RankRun
