@@ -61,7 +61,9 @@ def test_printed_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         ("loss", 0.5, 6),
         ("lr", 1e-3, 6),
     ]
-    assert ran.logged[0].value is ran["loss"] and ran.logged[2].resolution == pytest.approx(1e-3)
+    source = ran.logged[0].source
+    assert source is not None and source.data_ptr() == ran["loss"].data_ptr()
+    assert ran.logged[2].resolution == pytest.approx(1e-3)
     assert {(e.sink, e.file) for e in ran.logged} == {("print", str(tmp_path / "train.py"))}
     assert "done" in capsys.readouterr().out
 
@@ -165,7 +167,7 @@ def test_tracking_services(tmp_path: Path, name: str, monkeypatch: pytest.Monkey
     before = {p.name for p in tmp_path.iterdir()}
     ran = run(head + __import__("textwrap").dedent(SERVICES[name]), tmp_path)
     values = {entry.name.rpartition("/")[2]: entry.value for entry in ran.logged}
-    assert values["loss"] is ran["loss"]
+    assert torch.equal(values["loss"], ran["loss"])
     assert {k: float(v) for k, v in values.items() if k in ("lr", "norm", "best")} == (
         {"lr": 0.1, "norm": 2.0, "best": 0.125}
     )
@@ -201,7 +203,24 @@ def test_progress_bars(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 def test_printing_is_not_recorded(tmp_path: Path) -> None:
     """Nor does it need values: a fake tensor is printed as one."""
     ran = run("import torch\nx = torch.ones(3)\nprint('x', x, f'{x.shape}')", tmp_path, tensors=True)
-    assert ran.logged[0].value is ran["x"] and isinstance(ran["x"], torch.Tensor)
+    source = ran.logged[0].source
+    assert source is not None and source.untyped_storage()._cdata == ran["x"].untyped_storage()._cdata
+
+
+def test_logged_tensors_are_those_of_then(tmp_path: Path) -> None:
+    """And they hold no graph, which would keep models alive."""
+    ran = run(
+        """
+        import torch
+        w = torch.ones(1, requires_grad=True)
+        loss = w.sum() * 2
+        print(loss)
+        with torch.no_grad():
+            loss += 1
+        """,
+        tmp_path,
+    )
+    assert float(ran.logged[0].value) == 2 and not ran.logged[0].value.requires_grad
 
 
 def test_no_connection_is_made(tmp_path: Path) -> None:

@@ -129,3 +129,44 @@ def test_a_whole_training_script(tmp_path: Path) -> None:
     assert [(s, n) for s, n, _ in logged] == [("wandb", "loss"), ("wandb", "norm")] and none == []
     assert notes == [] and ops > 50
     assert not (tmp_path / "checkpoints").exists() and not Path("checkpoints").exists()
+
+
+def test_collectives_of_gpus(tmp_path: Path) -> None:
+    """What NCCL does and a CPU's backend does not, or not by that name."""
+    found = run_on(
+        2,
+        """
+        import torch, torch.distributed as dist
+        from torch.distributed.distributed_c10d import _coalescing_manager
+        dist.init_process_group("nccl")
+        rank = dist.get_rank()
+        def ones(*shape, dtype=torch.float32):
+            return torch.ones(*shape, device="cuda", dtype=dtype)
+        mean = ones(2) * rank
+        dist.all_reduce(mean, op=dist.ReduceOp.AVG)
+        low = ones(2, dtype=torch.bfloat16)
+        dist.all_reduce(low)
+        part = ones(1)
+        dist.reduce_scatter_tensor(part, torch.arange(2.0, device="cuda"), op=dist.ReduceOp.AVG)
+        whole = ones(4)
+        dist.all_gather_into_tensor(whole, ones(2) * rank)
+        swapped = ones(2)
+        dist.all_to_all_single(swapped, torch.arange(2.0, device="cuda") + 10 * rank)
+        a, b = ones(1), ones(2)
+        with _coalescing_manager(device=torch.device("cuda"), async_ops=True) as manager:
+            dist.all_reduce(a)
+            manager.append(dist.all_reduce(b, async_op=True))
+        manager.wait()
+        with dist._coalescing_manager():
+            dist.all_reduce(a)
+        got = ones(1)
+        sends = [dist.P2POp(dist.isend, ones(1) * rank, 1 - rank), dist.P2POp(dist.irecv, got, 1 - rank)]
+        for work in dist.batch_isend_irecv(sends):
+            work.wait()
+        facts = [t.tolist() for t in (mean, low, part, whole, swapped, a, b, got)]
+        """,
+        tmp_path,
+    )
+    expected = [[0.5, 0.5], [2, 2], [0], [0, 0, 1, 1], [0, 10], [4], [2, 2], [1]]
+    assert found[0][0] == expected
+    assert found[1][0] == [*expected[:2], [1], expected[3], [1, 11], [4], [2, 2], [0]]

@@ -8,15 +8,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
 from spmdtypes.capture.scripting.callers import Callers
 from spmdtypes.errors import CannotCheck, shown_path
+
+_LARGE = 4096  # elements; more are no number that anybody reads
 
 
 @dataclass(frozen=True)
 class Logged:
     """A value the script shows to people: by whom (`print`, `logging`, `wandb`, ...), under which name,
-    where. Tensors are kept as they are. `resolution` is the size of the last digit of a number that was
-    read out of text, 0 for a value that was handed over whole."""
+    where. `value` is what it was then; `source`, for a tensor, is the memory it was in. `resolution` is the
+    size of the last digit of a number that was read out of text, 0 for a value that was handed over."""
 
     sink: str
     name: str
@@ -24,6 +31,7 @@ class Logged:
     file: str
     line: int
     resolution: float = 0.0
+    source: Tensor | None = None
 
 
 @dataclass
@@ -61,4 +69,15 @@ class Context:
 
     def log(self, sink: str, name: str, value: Any, resolution: float = 0.0) -> None:
         file, line = self.callers.place() or ("", 0)
-        self.logged.append(Logged(sink, name, value, file, line, resolution))
+        value, source = _kept(value)
+        self.logged.append(Logged(sink, name, value, file, line, resolution, source))
+
+
+def _kept(value: Any) -> tuple[Any, Tensor | None]:
+    """A tensor as it is now, and an alias of it that holds no autograd graph."""
+    if not isinstance(value, Tensor) or type(value).__name__ == "AsyncCollectiveTensor":
+        return value, None
+    with _disable_current_modes(), torch.no_grad():
+        alias = value.detach()
+        now = alias if isinstance(alias, FakeTensor) or alias.numel() > _LARGE else alias.clone()
+    return now, alias

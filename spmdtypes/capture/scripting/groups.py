@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -28,6 +29,20 @@ def install(patches: Patches, context: Context) -> None:
     _patch_stores(patches, context)
     if context.fake:
         _patch_objects(patches, context)
+    else:
+        patches.everywhere(_c10d._coalescing_manager, _one_by_one)
+
+
+@contextlib.contextmanager
+def _one_by_one(*args: Any, **kwargs: Any) -> Iterator[_c10d._CoalescingManager]:
+    """Collectives that are to be issued together, which CPU backends cannot, are issued as they come."""
+    manager = _c10d._CoalescingManager()
+    yield manager
+    if not kwargs.get("async_ops", args[2] if len(args) > 2 else False):
+        manager.wait()  # type: ignore[no-untyped-call]
+
+
+_one_by_one.__name__ = "_coalescing_manager"
 
 
 class _Asked:
