@@ -448,3 +448,21 @@ def test_libraries_that_train_for_the_user_see_a_gpu(tmp_path: Path, tensors: bo
         tensors=tensors,
     )
     assert ran["device"] == torch.device("cuda")
+
+
+def test_an_installed_script_is_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for `-m package.train`: all of its package sees what a script sees."""
+    package = tmp_path / "site-packages" / "someones_trainer"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "tools.py").write_text("import torch\nfound = torch.cuda.is_available()\n")
+    (package / "train.py").write_text("from someones_trainer.tools import found\n")
+    monkeypatch.syspath_prepend(str(package.parent))
+    ran = run(
+        """
+        import runpy
+        found = runpy.run_module("someones_trainer.train", run_name="__main__", alter_sys=True)["found"]
+        """,
+        tmp_path,
+    )
+    assert ran["found"] is True

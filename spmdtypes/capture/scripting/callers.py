@@ -22,9 +22,17 @@ _BETWEEN = (
 )
 
 
+def _main_package() -> tuple[str, ...]:
+    """The folder of the installed package whose module runs as the script."""
+    file = getattr(sys.modules.get("__main__"), "__file__", None) or ""
+    before, installed, inside = file.rpartition("site-packages/")
+    name, below, _ = inside.partition("/")
+    return (before + installed + name + "/",) if installed and below else ()
+
+
 class Callers:
     """Tells the user's frames from those of libraries. Code below a folder of `own` is the user's even
-    where it is installed, as for `-m package.module`."""
+    where it is installed, and so is the package whose module is the script (`-m package.module`)."""
 
     def __init__(self, own: Sequence[Path] = ()) -> None:
         self._own = tuple(str(p.resolve()) + "/" for p in own)
@@ -41,7 +49,7 @@ class Callers:
             return found
 
     def _belongs(self, filename: str) -> bool:
-        return is_user_file(filename) or filename.startswith(self._own)
+        return is_user_file(filename) or filename.startswith((*self._own, *_main_package()))
 
     def user_asks(self, through: tuple[str, ...] = ()) -> bool:
         """Does the user's code call the function of ours that calls this? Frames of files whose names
