@@ -12,8 +12,10 @@ from spmdtypes.errors import is_user_file
 # packages that choose devices and process groups on the user's behalf
 TRAINERS = frozenset(
     "accelerate lightning lightning_fabric pytorch_lightning deepspeed composer colossalai torchtitan "
-    "torchtune megatron nemo fairscale ignite transformers trl catalyst fastai mmengine".split()
+    "torchtune megatron nemo fairscale ignite trl catalyst fastai mmengine".split()
 )
+# of these only the files that run the training: their models choose kernels by the device
+_ALSO_MODELS = {"transformers": "train"}
 _HERE = Path(__file__).resolve().parent
 # what stands between a caller and the function of torch or Python that it calls
 _BETWEEN = (
@@ -77,7 +79,9 @@ class Callers:
             return self._steers[filename]
         except KeyError:
             parts = filename.rpartition("site-packages/")[2].split("/")
-            found = self._steers[filename] = "site-packages/" in filename and parts[0] in TRAINERS
+            start = _ALSO_MODELS.get(parts[0])
+            trains = parts[0] in TRAINERS or (start is not None and parts[-1].startswith(start))
+            found = self._steers[filename] = "site-packages/" in filename and trains
             return found
 
     def place(self) -> tuple[str, int] | None:
