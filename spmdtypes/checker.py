@@ -277,17 +277,30 @@ def _check_proved(program: Program) -> Report:
     return conclude_recorded(program, first, capture(program, ones, 0), others)
 
 
-def conclude_recorded(program: Program, first: Graph, reference: Graph, others: Sequence[Graph]) -> Report:
-    """The report on a program of which one rank, some others, and the mesh of ones were recorded."""
+def conclude_recorded(
+    program: Program, first: Graph, reference: Graph, others: Sequence[Graph], strict: bool = True
+) -> Report:
+    """The report on a program of which one rank, some others, and the mesh of ones were recorded. Without
+    `strict`, a join of parts that no placement describes is not known to be wrong: it may be a buffer."""
     mesh = dict(program.mesh)
     aligned = align.align(first, reference, others)
     inference = _infer(program, aligned.graph, mesh, (), None)
     types = _border_types(program, aligned.graph, ())
     run = _Run(inference, [_as_read(v) for v in _judge(types, inference, mesh, {})])
+    if not strict:
+        run.verdicts = [_undecided_join(v, inference) for v in run.verdicts]
     findings = _findings(program, run)
     findings = with_recorded(findings, [aligned.graph, first, *others])
     findings += [_diverging_nodes(d, aligned.graph, program) for d in aligned.divergences]
     return _report(program, findings, _counts(run.verdicts), inference, None)
+
+
+def _undecided_join(v: Verdict, inference: Inference) -> Verdict:
+    p = v.problem
+    if v.status != "wrong" or p is None or p.error.kind != "layout":
+        return v
+    joins = inference.graph.nodes[p.node].op.startswith(("aten.cat.", "aten.stack."))
+    return replace(v, status="unknown", evidence="unknown") if joins else v
 
 
 def _as_read(v: Verdict) -> Verdict:
