@@ -11,7 +11,7 @@ from spmdtypes.capture.unpack import unpacked
 from spmdtypes.graph import Comm, Graph, Node, Ref, TensorMeta
 from spmdtypes.script.choose import shrunk
 from spmdtypes.script.fingerprints import fingerprints
-from spmdtypes.script.large import check_large
+from spmdtypes.script.large import check_large, representative_ranks
 from spmdtypes.script.launch import Launch
 from spmdtypes.script.layers import Survey
 
@@ -65,6 +65,11 @@ def test_seen_from_another_rank(tmp_path: Path) -> None:
     report = check_large(script(tmp_path), 16, {"dp": 16}, 60.0, rank=5)
     assert not report.findings
     assert "recorded without values, seen from rank 5" in report.assumptions
+
+
+def test_neighbours_along_each_axis_and_the_corner_stand_for_all() -> None:
+    assert representative_ranks({"dp": 4, "tp": 8}, 0) == [8, 1, 31]
+    assert representative_ranks({"dp": 2}, 1) == [0]
 
 
 def test_layers_of_each_kind_are_kept() -> None:

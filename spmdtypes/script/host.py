@@ -141,7 +141,8 @@ def _watch_groups(patches: Patches, rec: ScriptRecorder, alone: bool) -> None:
         if alone and mesh is not None:
             mesh = torch.zeros([1] * torch.as_tensor(mesh).ndim, dtype=torch.int)
         init(self, device_type, mesh, *args, **kwargs)
-        if self.mesh_dim_names:
+        known = {(names, shape) for names, shape, _ in rec.facts.meshes}  # wrappers make thousands alike
+        if self.mesh_dim_names and (tuple(self.mesh_dim_names), tuple(self.mesh.shape)) not in known:
             ranks = tuple(int(r) for r in self.mesh.flatten().tolist())
             rec.facts.meshes.append((tuple(self.mesh_dim_names), tuple(self.mesh.shape), ranks))
 

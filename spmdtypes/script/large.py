@@ -129,11 +129,15 @@ class _Large:
         own = coordinates(mesh, first.rank)
         split = set()
         for o in others:
-            if set(o.facts.held) != set(first.facts.held):
-                split |= {a for a, c in coordinates(mesh, o.rank).items() if c != own[a]}
+            apart = {a for a, c in coordinates(mesh, o.rank).items() if c != own[a]}
+            if len(apart) == 1 and set(o.facts.held) != set(first.facts.held):
+                split |= apart
         rest = {a: n for a, n in mesh.items() if a not in split}
         placed = [(coordinates(mesh, o.rank), o) for o in others]
-        same = [(c, o) for c, o in placed if all(c[a] == own[a] for a in split)]
+        names = set(first.facts.held)
+        same = [
+            (c, o) for c, o in placed if all(c[a] == own[a] for a in split) and set(o.facts.held) == names
+        ]
         return represent.Representatives(rest, first, tuple(same), own), rest
 
     def _reference(
@@ -193,15 +197,13 @@ _SCALES = ("SPMD202", "SPMD301", "SPMD302", "SPMD303")
 
 
 def representative_ranks(mesh: Mapping[str, int], base: int) -> list[int]:
-    """Along each axis the rank next to `base`, and the last, or the first."""
+    """Along each axis the rank next to `base`, and one that is last, or first, along all: whatever is no
+    linear function of the coordinates shows there."""
     own = coordinates(mesh, base)
-    found = []
-    for axis, n in mesh.items():
-        for c in ((own[axis] + 1) % n, n - 1 if own[axis] != n - 1 else 0):
-            rank = _rank(own | {axis: c}, mesh)
-            if rank != base and rank not in found:
-                found.append(rank)
-    return found
+    corner = {a: n - 1 if own[a] != n - 1 else 0 for a, n in mesh.items()}
+    around = [own | {a: (own[a] + 1) % n} for a, n in mesh.items()]
+    ranks = [_rank(c, mesh) for c in (*around, corner)]
+    return [r for r in dict.fromkeys(ranks) if r != base]
 
 
 def _rank(coords: Mapping[str, int], mesh: Mapping[str, int]) -> int:
