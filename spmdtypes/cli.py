@@ -232,7 +232,12 @@ def quiet_libraries() -> None:
     """Warnings of libraries about our simulated job are not the user's concern."""
     warnings.filterwarnings("ignore", module=r"torch\..*")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # tracebacks
+    logging.getLogger("torch._subclasses.fake_tensor").addFilter(_not_a_traceback)
+
+
+def _not_a_traceback(record: logging.LogRecord) -> bool:
+    """A filter and no level: importing torch, which comes later, sets the levels of its loggers."""
+    return record.exc_info is None
 
 
 if __name__ == "__main__":

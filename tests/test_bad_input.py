@@ -1,5 +1,7 @@
 """Input that cannot be checked: one line that names file and line, exit code 2, no traceback."""
 
+import subprocess
+import sys
 import textwrap
 
 import pytest
@@ -249,3 +251,12 @@ def test_a_program_that_runs_on_one_device_only(tmp_path, monkeypatch, capfd):
     out, err = capfd.readouterr()
     assert out.startswith("model.py:13: error: RuntimeError: The size of tensor a (6) must match")
     assert "Traceback" not in out + err
+
+
+def test_a_process_of_its_own_shows_no_traceback_of_torch(tmp_path):
+    """Importing torch, which comes after the first words of the command line, sets levels of loggers."""
+    file = write(tmp_path, changed("return x @ self.w", "return x @ self.w @ self.w"))
+    ran = subprocess.run([sys.executable, "-m", "spmdtypes.cli", file], capture_output=True, text=True)
+    assert ran.returncode == 2
+    assert ran.stderr.count("\n") == 1, ran.stderr
+    assert ":13: error: " in ran.stderr
