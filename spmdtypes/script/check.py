@@ -20,15 +20,15 @@ from spmdtypes.diagnostics.finding import Finding, in_order
 from spmdtypes.dialects.spmd_types import Claims, judged
 from spmdtypes.differential import streams
 from spmdtypes.differential.compare import compare_seed, merge
-from spmdtypes.differential.experiment import Border, Experiment, Failure, RankRun
-from spmdtypes.differential.process import STALLED, Execution, execute
-from spmdtypes.errors import CannotCheck
+from spmdtypes.differential.experiment import Border, Experiment, RankRun
+from spmdtypes.differential.process import Execution, execute
 from spmdtypes.graph import Graph
 from spmdtypes.report import Report
 from spmdtypes.script import axes, contract, stages
 from spmdtypes.script.facts import Facts, ScriptOutcome
 from spmdtypes.script.job import ScriptJob
 from spmdtypes.script.launch import Launch
+from spmdtypes.script.refusals import heard, incomplete, too_early
 
 _UNUSUAL = 64.0  # seconds a rank runs before it is stopped
 
@@ -90,15 +90,10 @@ class _Check:
     def _refuse(self, execution: Execution[ScriptJob], where: str) -> None:
         """Raise what a user should hear of a run that says nothing."""
         for f in execution.failures:
-            raise _heard(f, where, self.launch)
-        for outcomes in execution.outcomes:
-            facts = outcomes[0].facts  # type: ignore[attr-defined]
-            if not facts.held:
-                raise CannotCheck(f"{_ENDED[facts.ended]}{where} before any module was called", self._file, 1)
-
-    @property
-    def _file(self) -> str | None:
-        return None if self.launch.module else self.launch.target
+            raise heard(f, where, self.launch)
+        for outcome in _outcomes(execution):
+            if (early := too_early(outcome.facts, where, self.launch)) is not None:
+                raise early
 
 
 @dataclass
@@ -120,6 +115,8 @@ class _Runs:
         names = stages.renamed(_outcomes(self.ranks), _facts(native)[0], self.mesh)
         self._rename(names)
         self.found = contract.contract(_facts(self.ranks), _facts(native)[0], self.mesh, self.sites)
+        remarks = [incomplete(f, self.check.launch.steps) for f in (*facts, *_facts(native))]
+        self.found.assumptions += [r for r in dict.fromkeys(remarks) if r][:1]
         given = self.found.replacement(self.sites, facts[0].samplers)
         if self.found.is_as(_facts(native)[0]):
             reference = native
@@ -214,31 +211,6 @@ def _merged(reports: Sequence[Report]) -> Report:
         unknown_ops=dict(unknown),
         assumptions=tuple(dict.fromkeys(a for r in reports for a in r.assumptions)),
         nodes=max(r.nodes for r in reports),
-    )
-
-
-_ENDED = {
-    "steps": "the script ended",
-    "end": "the script ended",
-    "exit": "the script called sys.exit",
-    "time": "the script ran out of time",
-    "": "the script ended",
-}
-
-
-def _heard(f: Failure, where: str, launch: Launch) -> CannotCheck:
-    at = f.frames[0] if f.frames else None
-    file, line = (at.file, at.line) if at else (None if launch.module else launch.target, 1)
-    first = next((x.strip() for x in f.message.splitlines() if x.strip()), "")
-    if f.error == STALLED:
-        return CannotCheck(f"the ranks stood still{where}: {first}", file, line)
-    if f.error == "SystemExit":
-        return CannotCheck(f"the script ended with exit code {first}{where}", file, line)
-    if f.error == "Died":
-        first += f" ({f.output.strip().splitlines()[-1][:300]})" if f.output.strip() else ""
-    said = first if f.error == "CannotCheck" else f"{f.error}: {first}"
-    return CannotCheck(
-        f"rank {f.rank}{where} raised {said}" if f.error != "CannotCheck" else said, file, line
     )
 
 

@@ -63,7 +63,8 @@ class Read:
 @dataclass
 class Facts:
     """`groups`: the site of every process group of this rank and its ranks. `meshes`: (names, shape, ranks)
-    of device meshes. `steps` counts optimizer steps. `ended` says how the script ended."""
+    of device meshes. `steps` counts optimizer steps. `ended` says how the script ended, `stopped` where
+    it did so by itself or for want of time."""
 
     held: dict[str, Held] = field(default_factory=dict)
     arrivals: list[Arrival] = field(default_factory=list)
@@ -76,6 +77,7 @@ class Facts:
     claims: list[Claim] = field(default_factory=list)  # of the program's own annotations
     steps: int = 0
     ended: str = ""
+    stopped: tuple[str, int] | None = None
     notes: tuple[str, ...] = ()
     logged: int = 0
 

@@ -30,7 +30,6 @@ from spmdtypes.capture.functionalise import Functional, functionalise
 from spmdtypes.capture.raw import DTYPES, Raw, View
 from spmdtypes.capture.run import local
 from spmdtypes.capture.scripting import scripting
-from spmdtypes.differential import frames
 from spmdtypes.differential.experiment import Failure
 from spmdtypes.forking import garbage_left_alone
 from spmdtypes.graph import Graph, Ref
@@ -39,6 +38,7 @@ from spmdtypes.script.facts import Arrival, Facts, Held, Key, Replacement
 from spmdtypes.script.fingerprints import fingerprints, of_value
 from spmdtypes.script.launch import Launch
 from spmdtypes.script.recorder import EndOfSteps, ScriptRecorder, _roots, map_tensors
+from spmdtypes.script.refusals import failure
 
 # what fake tensors import when they are first used; a child that imports it does so for itself alone
 _IMPORTED_LATE = ("torch._dynamo", "torch.distributed.tensor")
@@ -276,8 +276,7 @@ def capture(job: FakeJob, rank: int) -> Captured:
             if not job.probe:
                 _finish(rec, out)
         except (Exception, SystemExit) as e:
-            where = frames.of_traceback(e.__traceback__)
-            out.failure = Failure(rank, "run", type(e).__name__, str(e), where)
+            out.failure = failure(rank, e)
     out.facts, out.raw = rec.facts, len(rec.trace)
     out.notes = tuple(dict.fromkeys([*said, *rec.notes]))
     return out

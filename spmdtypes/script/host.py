@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DistributedSampler
 
 from spmdtypes.capture.patches import Patches, patched
+from spmdtypes.errors import user_frame
 from spmdtypes.script.launch import Launch
 from spmdtypes.script.recorder import EndOfSteps, ScriptRecorder, described
 
@@ -42,9 +43,9 @@ def run(launch: Launch, mesh: Mapping[str, int], rec: ScriptRecorder, limit: flo
                 except SystemExit as e:
                     if e.code not in (None, 0):
                         raise
-                    ended = "exit"
-                except TimeUp:
-                    ended = "time"
+                    ended, rec.facts.stopped = "exit", user_frame(e.__traceback__)
+                except TimeUp as e:
+                    ended, rec.facts.stopped = "time", user_frame(e.__traceback__)
                 if rec.loaded:
                     rec.close()
         finally:

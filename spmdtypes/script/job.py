@@ -18,7 +18,7 @@ from spmdtypes.capture.scripting import scripting
 from spmdtypes.core.simulate import coordinates
 from spmdtypes.dialects.spmd_types import watching
 from spmdtypes.differential import frames
-from spmdtypes.differential.experiment import Call, Failure
+from spmdtypes.differential.experiment import Call
 from spmdtypes.differential.rank import Outcome, Report, join, within_limit
 from spmdtypes.differential.rendezvous import PAIRED
 from spmdtypes.differential.streams import Substitution
@@ -28,6 +28,7 @@ from spmdtypes.script import data, host
 from spmdtypes.script.facts import Replacement, ScriptOutcome
 from spmdtypes.script.launch import Launch
 from spmdtypes.script.recorder import EndOfSteps, ScriptRecorder
+from spmdtypes.script.refusals import failure
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,7 @@ class ScriptJob:
             rec.facts.claims = claims.claims
             self._finish(rec, watch, out)
         except (Exception, SystemExit) as e:
-            where = frames.of_traceback(e.__traceback__)
-            out.failure = Failure(rank, "run", type(e).__name__, str(e), where)
+            out.failure = failure(rank, e)
         rec.facts.notes = tuple(dict.fromkeys([*notes, *rec.notes]))
         out.noted, out.eps, out.trail = watch.noted, watch.eps, watch.trail.take()
         return out

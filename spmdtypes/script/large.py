@@ -13,7 +13,6 @@ from spmdtypes.capture.raw import DTYPES
 from spmdtypes.capture.unpack import unpacked
 from spmdtypes.checker import conclude_recorded, replace_mesh
 from spmdtypes.contracts import Program
-from spmdtypes.errors import CannotCheck
 from spmdtypes.graph import Graph, Ref
 from spmdtypes.report import Report
 from spmdtypes.script import axes, layers, represent
@@ -22,6 +21,7 @@ from spmdtypes.script.contract import program as program_of
 from spmdtypes.script.facts import Key, Replacement
 from spmdtypes.script.fakes import Captured, FakeJob, capture_all, meta
 from spmdtypes.script.launch import Launch
+from spmdtypes.script.refusals import heard, too_early
 
 
 @dataclass
@@ -113,13 +113,10 @@ class _Large:
         return found
 
     def _refuse(self, c: Captured, where: str) -> None:
-        from spmdtypes.script.check import _ENDED, _heard
-
         if c.failure is not None:
-            raise _heard(c.failure, where, self.launch)
-        if not c.facts.held:
-            file = None if self.launch.module else self.launch.target
-            raise CannotCheck(f"{_ENDED[c.facts.ended]}{where} before any module was called", file, 1)
+            raise heard(c.failure, where, self.launch)
+        if (early := too_early(c.facts, where, self.launch)) is not None:
+            raise early
 
     def _represented(
         self, mesh: Mapping[str, int], first: Captured, others: Sequence[Captured]
