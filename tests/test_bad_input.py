@@ -255,7 +255,8 @@ def test_a_program_that_runs_on_one_device_only(tmp_path, monkeypatch, capfd):
 
 def test_a_process_of_its_own_shows_no_traceback_of_torch(tmp_path):
     """Importing torch, which comes after the first words of the command line, sets levels of loggers."""
-    file = write(tmp_path, changed("return x @ self.w", "return x @ self.w @ self.w"))
+    text = changed("return x @ self.w", "return x @ self.w @ self.w")
+    file = write(tmp_path, text.replace('"b d"', '"b s d"').replace('"b f@tp"', '"b s f@tp"'))
     ran = subprocess.run([sys.executable, "-m", "spmdtypes.cli", file], capture_output=True, text=True)
     assert ran.returncode == 2
     assert ran.stderr.count("\n") == 1, ran.stderr
