@@ -131,7 +131,11 @@ class _Runs:
             if again is not None:
                 parts, reference = again
         claims = Claims(_facts(self.ranks)[0].claims)
-        return _merged([conclude(program, e, partial(judged, claims)) for program, e in parts])
+        report = _merged([conclude(program, e, partial(judged, claims)) for program, e in parts])
+        parted = contract.parted_replicas(self.found, _facts(self.ranks))
+        if parted is None or not report.errors:  # experts and stages may differ where that changes nothing
+            return report
+        return replace(report, findings=in_order([parted, *report.findings]))
 
     def _rename(self, names: Sequence[Mapping[str, str]]) -> None:
         for o, n in zip(_outcomes(self.ranks), names):

@@ -12,6 +12,7 @@ from pathlib import Path
 from torch import Tensor
 
 from spmdtypes.contracts import Program
+from spmdtypes.diagnostics.finding import Finding, Span
 from spmdtypes.drive import short_dtype
 from spmdtypes.notation import Dim, Type
 from spmdtypes.script.axes import axes_named
@@ -155,6 +156,28 @@ def _by_placements(
     cut = {a for d in dims for a in d}
     left = tuple(a for a in parts.differing if a not in cut)
     return Whole(t, value.value.to(first.value.dtype), left)
+
+
+def parted_replicas(found: Contract, ranks: Sequence[Facts]) -> Finding | None:
+    """Replicas of parameters that hold different values before the first step, told of the first one."""
+    trained = [n for n in found.parted if any(n in r.held and r.held[n].requires_grad for r in ranks)]
+    if not trained:
+        return None
+    first, axes = trained[0], found.parted[trained[0]]
+    frames = next(r.held[first].frames for r in ranks if first in r.held)
+    others = f" (and {len(trained) - 1} more)" if len(trained) > 1 else ""
+    over = " and ".join(axes)
+    return Finding(
+        "SPMD501",
+        "error",
+        f"{first}{others} is not the same on the ranks of {over} before the first step: the replicas start "
+        "from different values",
+        Span.of(frames[0]) if frames else None,
+        hint=f"seed alike over {over} before the model is made, or broadcast its parameters",
+        evidence="tested",
+        axes=axes,
+        border=f"param:{first}",
+    )
 
 
 # ---- data
