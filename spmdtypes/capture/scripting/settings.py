@@ -49,7 +49,10 @@ def _set_streams(out: Any, err: Any, into: Any) -> None:
 @contextlib.contextmanager
 def restored() -> Iterator[None]:
     """Process-wide settings of Python and torch are as before when this is left."""
+    # the internal test library of torch forbids all others to set flags of backends
+    flags_may_be_set: Any = getattr(torch.backends, "__allow_nonbracketed_mutation")  # noqa: B009
     with contextlib.ExitStack() as stack:
+        stack.enter_context(flags_may_be_set())
         for read, write in _FLAGS:
             stack.callback(write, read())
         _keep_backends(stack)
