@@ -50,7 +50,7 @@ def _set_streams(out: Any, err: Any, into: Any) -> None:
 def restored() -> Iterator[None]:
     """Process-wide settings of Python and torch are as before when this is left."""
     # the internal test library of torch forbids all others to set flags of backends
-    flags_may_be_set: Any = getattr(torch.backends, "__allow_nonbracketed_mutation")  # noqa: B009
+    flags_may_be_set: Any = getattr(torch.backends, "__allow_nonbracketed_mutation")
     with contextlib.ExitStack() as stack:
         stack.enter_context(flags_may_be_set())
         for read, write in _FLAGS:
