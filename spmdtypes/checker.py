@@ -20,6 +20,7 @@ from spmdtypes.diagnostics.hazards import with_recorded
 from spmdtypes.diagnostics.trace import place
 from spmdtypes.differential import Border, Divergence, Experiment
 from spmdtypes.graph import Graph
+from spmdtypes.mesh import shrunk
 from spmdtypes.notation import Type
 from spmdtypes.ops import registry
 from spmdtypes.report import Report
@@ -69,12 +70,8 @@ def smaller(program: Program, options: Options) -> Program | None:
     sizes = [_numel(t) for t in (*program.inputs.values(), *program.params.values())]
     if None in sizes or sum(s or 0 for s in sizes) > options.max_elements:
         return None
-    mesh = dict(program.mesh)
-    for axis in sorted(mesh, key=lambda a: -mesh[a]):
-        if prod(mesh.values()) <= options.max_ranks:
-            break
-        mesh[axis] = next((p for p in (2, 3, 5, 7) if mesh[axis] % p == 0), mesh[axis])
-    if prod(mesh.values()) > options.max_ranks:
+    mesh = shrunk(program.mesh, options.max_ranks)
+    if mesh is None:
         return None
     return program if mesh == program.mesh else replace(program, mesh=mesh)
 
@@ -140,11 +137,7 @@ def _check_tested(program: Program, options: Options) -> Report:
         if found.kept_axes:  # nothing was tested along these
             run.verdicts = [_assumed(v) for v in run.verdicts]
         findings = _findings(program, run)
-    if found.crossed and any(f.is_error for f in findings):
-        findings = [_crossed(found.crossed[0], program, findings)]
-    plain = found.rounded or found
-    findings = with_recorded(findings, [r.graph for r in plain.ranks], plain.same_rounding)
-    return _report(program, findings, _counts(run.verdicts), run.inference, run.experiment)
+    return _report_tested(program, found, run, findings)
 
 
 def conclude(
@@ -158,7 +151,11 @@ def conclude(
     run = _infer_tested(program, found)
     if more is not None:
         run.verdicts = run.verdicts + more(run.inference, run.inference.graph.mesh)
-    findings = _findings(program, run)
+    return _report_tested(program, found, run, _findings(program, run))
+
+
+def _report_tested(program: Program, found: Experiment, run: _Run, findings: list[Finding]) -> Report:
+    """The report of an experiment, with what only its recording shows."""
     if found.crossed and any(f.is_error for f in findings):
         findings = [_crossed(found.crossed[0], program, findings)]
     plain = found.rounded or found

@@ -34,6 +34,16 @@ class Mesh(dict[str, int]):
         return ",".join(f"{a}={n}" for a, n in self.items())
 
 
+def shrunk(mesh: Mapping[str, int], most: int) -> dict[str, int] | None:
+    """Long axes at their smallest prime factor, as many as `most` ranks take. None: too many still."""
+    sizes = dict(mesh)
+    for axis in sorted(sizes, key=lambda a: -sizes[a]):
+        if prod(sizes.values()) <= most:
+            break
+        sizes[axis] = next((p for p in (2, 3, 5, 7) if sizes[axis] % p == 0), sizes[axis])
+    return sizes if prod(sizes.values()) <= most else None
+
+
 def parse_sizes(text: str) -> dict[str, int]:
     """Read `dp=2,tp=4`, as the command line takes a mesh and dims."""
     sizes = {}

@@ -9,7 +9,8 @@ import pytest
 
 from spmdtypes.capture.unpack import unpacked
 from spmdtypes.graph import Comm, Graph, Node, Ref, TensorMeta
-from spmdtypes.script.choose import shrunk
+from spmdtypes.mesh import shrunk
+from spmdtypes.script.choose import MOST_RANKS
 from spmdtypes.script.fingerprints import fingerprints
 from spmdtypes.script.large import check_large, representative_ranks
 from spmdtypes.script.launch import Launch
@@ -87,8 +88,8 @@ def test_few_layers_cover_all_when_each_kind_is_among_them() -> None:
 
 
 def test_long_axes_shrink_to_what_can_be_run() -> None:
-    assert shrunk({"dp": 128, "tp": 8}) == {"dp": 2, "tp": 8}
-    assert shrunk({"a": 17, "b": 17}) is None
+    assert shrunk({"dp": 128, "tp": 8}, MOST_RANKS) == {"dp": 2, "tp": 8}
+    assert shrunk({"a": 17, "b": 17}, MOST_RANKS) is None
 
 
 # ---- buffers

@@ -12,6 +12,7 @@ from typing import Any
 
 from spmdtypes.capture.collector import no_collection
 from spmdtypes.capture.match import matched
+from spmdtypes.core.simulate import rank_of
 from spmdtypes.graph import Graph, Lit, Node, Ref, TensorMeta
 
 
@@ -206,7 +207,7 @@ def _one_sided(n: Node) -> bool:
 
 
 def _first_collective(local: Graph, other: Graph) -> tuple[Node | None, Node | None] | None:
-    shared = {_rank(local), _rank(other)}
+    shared = {rank_of(local.coords, local.mesh), rank_of(other.coords, other.mesh)}
     mine, theirs = _calls(local, shared), _calls(other, shared)
     for a, b in zip(mine, theirs):
         if _signature(a) != _signature(b):
@@ -215,13 +216,6 @@ def _first_collective(local: Graph, other: Graph) -> tuple[Node | None, Node | N
         return None
     n = min(len(mine), len(theirs))
     return (mine[n], None) if len(mine) > n else (None, theirs[n])
-
-
-def _rank(g: Graph) -> int:
-    rank = 0
-    for axis, n in g.mesh.items():
-        rank = rank * n + g.coords[axis]
-    return rank
 
 
 def _calls(g: Graph, members: set[int]) -> list[Node]:

@@ -70,7 +70,7 @@ def assume_input(rec: Recorder, t: Tensor, limit: int | None) -> None:
 def follow(rec: Recorder, raw: Raw, func: Any, args: Any, kwargs: Any) -> None:
     """Do on twins what was just done on fake tensors, where all operands have twins."""
     shadows = rec.shadows
-    views = list(_views((raw.args, *raw.kwargs.values())))
+    views = list(views_in((raw.args, *raw.kwargs.values())))
     if views and views[0].storage not in shadows.memory:
         for v in raw.mutated:
             shadows.forget(v)
@@ -109,12 +109,12 @@ def _assume_positions(rec: Recorder, raw: Raw, source: View) -> None:
                 rec.shadows.learn(o, values, assumed=True)
 
 
-def _views(x: Any) -> Iterator[View]:
+def views_in(x: Any) -> Iterator[View]:
     if type(x) is View:
         yield x
     elif type(x) is tuple:
         for y in x:
-            yield from _views(y)
+            yield from views_in(y)
 
 
 def _real(rec: Recorder, x: Any) -> Any:
@@ -236,7 +236,7 @@ def _dynamic(rec: Recorder, info: OpInfo, func: Any, args: Any, kwargs: Any) -> 
     # made under the fake mode, which is on below this one
     fakes = [torch.empty_strided(r.shape, r.stride(), dtype=r.dtype) for r in results]
     out = tuple(fakes) if isinstance(result, tuple) else fakes if isinstance(result, list) else fakes[0]
-    views = list(_views((raw.args, *raw.kwargs.values())))
+    views = list(views_in((raw.args, *raw.kwargs.values())))
     deciding = [v for v in views if v.dtype in _NAMES] or views
     guessed = any(rec.shadows.twin(v) is None for v in deciding)
     if guessed or rec.shadows.rests_on_assumption(deciding):

@@ -15,6 +15,14 @@ def coordinates(mesh: Mapping[str, int]) -> list[dict[str, int]]:
     return [dict(zip(mesh, c)) for c in product(*(range(n) for n in mesh.values()))]
 
 
+def rank_of(coords: Mapping[str, int], mesh: Mapping[str, int]) -> int:
+    """The row-major number of the rank at some coordinates."""
+    rank = 0
+    for axis, n in mesh.items():
+        rank = rank * n + coords[axis]
+    return rank
+
+
 def local_shape(layout: Layout, coords: Mapping[str, int]) -> tuple[int, ...]:
     """This rank's shape (it differs from `layout.local_shape` on uneven shards)."""
     cut = dict(layout.uneven)

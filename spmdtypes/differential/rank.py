@@ -194,7 +194,7 @@ class _Run:
         done = record_program(program, self.mesh, self.coords, self.params, self.inputs, rec)
         self.out.borders = self._borders(done)
         self.out.values = within_limit(done.values)
-        self.out.program = _fingerprint(done.graph)
+        self.out.program = fingerprint(done.graph)
         if self.index == 0:
             self.out.graph = done.graph
 
@@ -220,7 +220,7 @@ class _Run:
         return results
 
 
-def _fingerprint(graph: Graph) -> int:
+def fingerprint(graph: Graph) -> int:
     """Equal for programs of the same ops: node numbers then mean the same."""
     return zlib.crc32("\n".join(n.op for n in graph.nodes).encode())
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from spmdtypes.core.simulate import coordinates
+from spmdtypes.core.simulate import coordinates, rank_of
 from spmdtypes.differential.experiment import Draw
 from spmdtypes.differential.layout import span
 from spmdtypes.differential.watch import Noted
@@ -152,7 +152,4 @@ def _cut(
 
 
 def _reference_rank(coords: Mapping[str, int], reference_mesh: Mapping[str, int]) -> int:
-    rank = 0
-    for axis, n in reference_mesh.items():
-        rank = rank * n + (coords[axis] if n > 1 else 0)
-    return rank
+    return rank_of({a: coords[a] if n > 1 else 0 for a, n in reference_mesh.items()}, reference_mesh)

@@ -94,8 +94,7 @@ def _names(facts: Sequence[Facts], sizes: Sequence[int]) -> list[str]:
         name = names.get(axis, "")
         if not name:
             spare = [n for n in ("dp", "tp", "cp", "ep") if n not in names.values() and n not in out]
-            name = spare[0] if i == 0 or len(spare) == 1 else spare[min(1, len(spare) - 1)]
-            name = spare[0] if spare and i == 0 else name
+            name = spare[0] if i == 0 else spare[min(1, len(spare) - 1)]
         out.append(name)
     return out
 
@@ -135,7 +134,7 @@ def on_mesh(graph: Graph, mesh: Mapping[str, int], rank: int) -> Graph:
     nodes = []
     for n in graph.nodes:
         if n.comm is not None:
-            axes = tuple(a for a in groups.axes(n.comm.ranks)) if len(n.comm.ranks) > 1 else n.comm.axes
+            axes = groups.axes(n.comm.ranks) if len(n.comm.ranks) > 1 else n.comm.axes
             n = replace(n, comm=replace(n.comm, axes=axes))
         nodes.append(n)
     said = {

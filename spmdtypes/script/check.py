@@ -13,7 +13,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from spmdtypes.checker import conclude, replace_mesh
+from spmdtypes.checker import conclude
 from spmdtypes.contracts import Program
 from spmdtypes.core.simulate import coordinates
 from spmdtypes.diagnostics.finding import Finding, in_order
@@ -25,6 +25,7 @@ from spmdtypes.differential.process import Execution, execute
 from spmdtypes.graph import Graph
 from spmdtypes.report import Report
 from spmdtypes.script import axes, contract, stages
+from spmdtypes.script.data import as_inputs
 from spmdtypes.script.facts import Facts, ScriptOutcome
 from spmdtypes.script.job import ScriptJob
 from spmdtypes.script.launch import Launch
@@ -329,11 +330,5 @@ def _graph(
     if o.graph is None:
         return None
     graph = axes.on_mesh(o.graph, mesh, rank)
-    for a in o.facts.arrivals:
-        node = graph.nodes[a.ref.node]
-        if a.key in found.data and a.ref.out == 0 and len(node.outs) == 1:
-            graph.nodes[a.ref.node] = replace(node, op="input", args=(), kwargs={}, name=found.data[a.key][0])
-    if len(part.mesh) < len(mesh):
-        graph = replace_mesh(graph, part.mesh)
-        graph.coords = {x: c for x, c in graph.coords.items() if x in part.mesh}
-    return graph
+    names = {key: name for key, (name, _) in found.data.items()}
+    return stages.on_part(as_inputs(graph, o.facts.arrivals, names), part.mesh)

@@ -8,6 +8,7 @@ from math import prod
 
 from spmdtypes.checker import both
 from spmdtypes.errors import CannotCheck
+from spmdtypes.mesh import shrunk
 from spmdtypes.report import Report
 from spmdtypes.script.check import ScriptOptions, check_script
 from spmdtypes.script.fakes import FakeJob, capture_all
@@ -51,20 +52,12 @@ def choose(launch: Launch, world: int, mesh: Mapping[str, int] | None, limit: fl
     if not test:
         return Choice(None, True)
     own = dict(mesh or {"world": world})
-    smaller = own if world <= MOST_RANKS else shrunk(own) if mesh and _scales(launch, mesh) else None
+    smaller: Mapping[str, int] | None = own
+    if world > MOST_RANKS:
+        smaller = shrunk(own, MOST_RANKS) if mesh and _scales(launch, mesh) else None
     if smaller is None or not _is_small(launch, own, limit):
         return Choice(None, True)
     return Choice(smaller, smaller != own)
-
-
-def shrunk(mesh: Mapping[str, int]) -> dict[str, int] | None:
-    """Long axes at their smallest prime factor, as many as are needed. None: still too many ranks."""
-    sizes = dict(mesh)
-    for axis in sorted(sizes, key=lambda a: -sizes[a]):
-        if prod(sizes.values()) <= MOST_RANKS:
-            break
-        sizes[axis] = next((p for p in (2, 3, 5, 7) if sizes[axis] % p == 0), sizes[axis])
-    return sizes if prod(sizes.values()) <= MOST_RANKS else None
 
 
 def _scales(launch: Launch, mesh: Mapping[str, int]) -> bool:

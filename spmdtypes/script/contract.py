@@ -22,7 +22,7 @@ from spmdtypes.script.stages import common
 from spmdtypes.script.stitch import Parts, Whole, data, parameter
 
 # made of nothing but numbers of the script: equal values are meant to be equal
-_CERTAIN = ("aten.arange", "aten.linspace", "aten.full", "aten.ones", "aten.eye", "aten.scalar_tensor")
+CERTAIN = ("aten.arange", "aten.linspace", "aten.full", "aten.ones", "aten.eye", "aten.scalar_tensor")
 _SHARD = re.compile(r"^_?(?:Strided)?S(?:hard)?\((?:dim=)?(\d+)")
 
 
@@ -30,8 +30,8 @@ _SHARD = re.compile(r"^_?(?:Strided)?S(?:hard)?\((?:dim=)?(\d+)")
 class Contract:
     """Types and global values of parameters and of data, and what was noticed while finding them.
 
-    `parted`: parameters whose replicas differ before the first step, and the axes. `alone`: parameters
-    that only some ranks have.
+    `parted`: parameters whose replicas differ before the first step, and the axes. `unplaced`:
+    those that are not known to fit together, and are not compared.
     """
 
     mesh: Mapping[str, int] = field(default_factory=dict)
@@ -66,6 +66,18 @@ class Contract:
                 if whole > local > 1:
                     found.setdefault(local, whole)
         return found
+
+    def read_off_sizes(self, guessed: Sequence[str]) -> None:
+        """Say of which parameters only the sizes tell how they are cut."""
+        if guessed:
+            shown = ", ".join(guessed[:3]) + (f" and {len(guessed) - 3} more" if len(guessed) > 3 else "")
+            self.assumptions.append(f"how {shown} are cut is read off their sizes")
+
+    def name_data(self, key: Key, line: int, whole: Whole) -> None:
+        """Data as an input of the program, with a name of its own."""
+        name = f"data of line {line}" if line else f"batch {key.nth} of the data loader"
+        taken = sum(n.startswith(name) for n, _ in self.data.values())
+        self.data[key] = (f"{name} ({taken + 1})" if taken else name, whole)
 
     def types(self) -> dict[str, Type]:
         return {n: w.type for n, w in self.held.items()}
@@ -122,9 +134,7 @@ def _held(
         if placed.parted:
             found.parted[name] = placed.parted
         likely.update(a for d in placed.type.dims or () for a in d.axes)
-    if guessed:
-        shown = ", ".join(guessed[:3]) + (f" and {len(guessed) - 3} more" if len(guessed) > 3 else "")
-        found.assumptions.append(f"how {shown} are cut is read off their sizes")
+    found.read_off_sizes(guessed)
 
 
 def _no_values_needed(parts: Parts, whole: Held) -> bool:
@@ -135,17 +145,10 @@ def _no_values_needed(parts: Parts, whole: Held) -> bool:
 def _by_placements(
     first: Held, parts: Parts, mesh: Mapping[str, int], sites: Mapping[str, tuple[str, ...]]
 ) -> Whole | None:
-    """A DTensor says how it is cut. Strided shards lie inside the axes that follow them."""
-    dims: list[list[str]] = [[] for _ in first.shape]
-    pairs = list(first.placements or ())
-    strided = [p for p in pairs if "Strided" in p[1] or p[1].startswith("_S")]
-    for axis, placement in [p for p in pairs if p not in strided] + strided:
-        m = _SHARD.match(placement)
-        axes = axes_named(axis, mesh, sites)
-        if m and axes:
-            dims[int(m.group(1))] += [a for a in axes if mesh[a] > 1]
-        elif m or placement.startswith("P"):
-            return None
+    """A DTensor says how it is cut."""
+    dims = placed_dims(first, mesh, sites)
+    if dims is None:
+        return None
     t = Type(tuple(Dim(n, tuple(a)) for n, a in zip(first.shape, dims)), short_dtype(first.value.dtype))
     from spmdtypes.differential.layout import ShapeError, assemble
 
@@ -156,6 +159,24 @@ def _by_placements(
     cut = {a for d in dims for a in d}
     left = tuple(a for a in parts.differing if a not in cut)
     return Whole(t, value.value.to(first.value.dtype), left)
+
+
+def placed_dims(
+    held: Held, mesh: Mapping[str, int], sites: Mapping[str, tuple[str, ...]]
+) -> list[list[str]] | None:
+    """The axes that cut each dim, as a DTensor's placements say. Strided shards lie inside the axes that
+    follow them. None: it is pending, or cut over what is no axis of ours."""
+    dims: list[list[str]] = [[] for _ in held.shape]
+    pairs = list(held.placements or ())
+    strided = [p for p in pairs if "Strided" in p[1] or p[1].startswith("_S")]
+    for axis, placement in [p for p in pairs if p not in strided] + strided:
+        m = _SHARD.match(placement)
+        axes = axes_named(axis, mesh, sites)
+        if m and axes:
+            dims[int(m.group(1))] += [a for a in axes if mesh[a] > 1]
+        elif m or placement.startswith("P"):
+            return None
+    return dims
 
 
 def parted_replicas(found: Contract, ranks: Sequence[Facts]) -> Finding | None:
@@ -200,7 +221,7 @@ def _data(found: Contract, ranks: Sequence[Facts], native: Facts, mesh: Mapping[
     for key, parts in rows.items():
         first, there = everything[key], theirs.get(key)
         differing = [a for a in parts.mesh if a in apart[first.group]]
-        if key.op.startswith(_CERTAIN):
+        if key.op.startswith(CERTAIN):
             differing = list(parts.differing)
         whole = data(parts, there.value if there is not None else None, differing)
         if whole is not None:
@@ -208,10 +229,7 @@ def _data(found: Contract, ranks: Sequence[Facts], native: Facts, mesh: Mapping[
     if _has_all(placed, theirs):
         placed = {k: w for k, w in placed.items() if k in theirs and _is(w.value, theirs[k].value)}
     for key, whole in placed.items():
-        line = everything[key].line
-        name = f"data of line {line}" if line else f"batch {key.nth} of the data loader"
-        taken = sum(n.startswith(name) for n, _ in found.data.values())
-        found.data[key] = (f"{name} ({taken + 1})" if taken else name, whole)
+        found.name_data(key, everything[key].line, whole)
 
 
 def _has_all(placed: Mapping[Key, Whole], theirs: Mapping[Key, Arrival]) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from spmdtypes.capture.functionalise import Functional
 from spmdtypes.graph import Graph, Node, Ref
-from spmdtypes.script.facts import Arrival
+from spmdtypes.script.facts import Arrival, Key
 
 if TYPE_CHECKING:
     from spmdtypes.script.recorder import ScriptRecorder
@@ -71,6 +73,16 @@ def arrivals(rec: ScriptRecorder, done: Functional) -> list[Arrival]:
         if arrival is not None:
             found.append(arrival)
     return found
+
+
+def as_inputs(graph: Graph, arrived: Sequence[Arrival], names: Mapping[Key, str]) -> Graph:
+    """The graph with the arrivals that have a name as inputs of it, as far as a node gives nothing else."""
+    nodes = list(graph.nodes)
+    for a in arrived:
+        node = nodes[a.ref.node]
+        if a.key in names and a.ref.out == 0 and len(node.outs) == 1:
+            nodes[a.ref.node] = replace(node, op="input", args=(), kwargs={}, name=names[a.key])
+    return replace(graph, nodes=nodes)
 
 
 def _join(graph: Graph, origins: dict[Ref, int], moved: set[int], seen: set[Ref]) -> None:

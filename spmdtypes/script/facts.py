@@ -51,15 +51,6 @@ class Arrival:
     group: int = 0
 
 
-@dataclass(frozen=True)
-class Read:
-    """A number the script took out of a tensor, to log it or to decide by it."""
-
-    border: str
-    file: str
-    line: int
-
-
 @dataclass
 class Facts:
     """`groups`: the site of every process group of this rank and its ranks. `meshes`: (names, shape, ranks)
@@ -70,8 +61,6 @@ class Facts:
     arrivals: list[Arrival] = field(default_factory=list)
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
     meshes: list[tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
-    placements: dict[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
-    reads: list[Read] = field(default_factory=list)
     owners: dict[str, str] = field(default_factory=dict)  # border of a state -> parameter
     samplers: list[int] = field(default_factory=list)  # replicas of each distributed sampler
     claims: list[Claim] = field(default_factory=list)  # of the program's own annotations
@@ -79,7 +68,6 @@ class Facts:
     ended: str = ""
     stopped: tuple[str, int] | None = None
     notes: tuple[str, ...] = ()
-    logged: int = 0
 
 
 @dataclass

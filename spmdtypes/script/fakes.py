@@ -37,7 +37,7 @@ from spmdtypes.script import data, host, layers
 from spmdtypes.script.facts import Arrival, Facts, Held, Key, Replacement
 from spmdtypes.script.fingerprints import fingerprints, of_value
 from spmdtypes.script.launch import Launch
-from spmdtypes.script.recorder import EndOfSteps, ScriptRecorder, _roots, map_tensors
+from spmdtypes.script.recorder import EndOfSteps, ScriptRecorder, map_tensors, roots_of
 from spmdtypes.script.refusals import failure
 
 # what fake tensors import when they are first used; a child that imports it does so for itself alone
@@ -119,12 +119,11 @@ class FakeScriptRecorder(ScriptRecorder):  # type: ignore[no-untyped-call]
         return self.view(local(t)).storage not in self._written
 
     def load(self) -> None:
-        roots = _roots(sys._getframe(1))
+        roots = roots_of(sys._getframe(1))
         if self.kept is None and not layers.can_be_shortened(roots):
             self.kept = {}
         layers.shorten(roots, self.kept or {})
-        self._adopt(roots)
-        self.loaded, self.building = True, False
+        self.start(roots)
         if self.probe:
             raise EndOfSteps
 
@@ -162,14 +161,8 @@ class FakeScriptRecorder(ScriptRecorder):  # type: ignore[no-untyped-call]
     def _overwrite(self, fresh: Mapping[str, Tensor]) -> None:
         """There are no values to give."""
 
-    def _gradients(self, parameters: Sequence[Any]) -> None:
-        if not self.loaded or self.paused:
-            return
-        with self.pause():
-            for p in parameters:
-                name = self.names_of.get(id(p))
-                if name is not None and p.grad is not None and f"grad:{name}" not in self.outputs.views:
-                    self.snapshot(f"grad:{name}", p.grad)
+    def gradient(self, border: str, p: Any) -> None:
+        self.snapshot(border, p.grad)
 
 
 def meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

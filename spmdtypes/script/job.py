@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from spmdtypes.core.simulate import coordinates
 from spmdtypes.dialects.spmd_types import watching
 from spmdtypes.differential import frames
 from spmdtypes.differential.experiment import Call
-from spmdtypes.differential.rank import Outcome, Report, join, within_limit
+from spmdtypes.differential.rank import Outcome, Report, fingerprint, join, within_limit
 from spmdtypes.differential.rendezvous import PAIRED
 from spmdtypes.differential.streams import Substitution
 from spmdtypes.differential.watch import Watch
@@ -97,4 +96,4 @@ class ScriptJob:
         out.borders |= rec.values_of
         out.values = within_limit(done.values)
         out.graph = done.graph
-        out.program = zlib.crc32("\n".join(n.op for n in done.graph.nodes).encode())
+        out.program = fingerprint(done.graph)

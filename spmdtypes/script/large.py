@@ -11,17 +11,20 @@ import torch
 from spmdtypes.capture.fake import coordinates
 from spmdtypes.capture.raw import DTYPES
 from spmdtypes.capture.unpack import unpacked
-from spmdtypes.checker import conclude_recorded, replace_mesh
+from spmdtypes.checker import conclude_recorded
 from spmdtypes.contracts import Program
+from spmdtypes.core.simulate import rank_of
 from spmdtypes.graph import Graph, Ref
 from spmdtypes.report import Report
 from spmdtypes.script import axes, layers, represent
 from spmdtypes.script.contract import Contract
 from spmdtypes.script.contract import program as program_of
+from spmdtypes.script.data import as_inputs
 from spmdtypes.script.facts import Key, Replacement
 from spmdtypes.script.fakes import Captured, FakeJob, capture_all, meta
 from spmdtypes.script.launch import Launch
 from spmdtypes.script.refusals import heard, too_early
+from spmdtypes.script.stages import on_part
 
 
 @dataclass
@@ -199,15 +202,8 @@ def representative_ranks(mesh: Mapping[str, int], base: int) -> list[int]:
     own = coordinates(mesh, base)
     corner = {a: n - 1 if own[a] != n - 1 else 0 for a, n in mesh.items()}
     around = [own | {a: (own[a] + 1) % n} for a, n in mesh.items()]
-    ranks = [_rank(c, mesh) for c in (*around, corner)]
+    ranks = [rank_of(c, mesh) for c in (*around, corner)]
     return [r for r in dict.fromkeys(ranks) if r != base]
-
-
-def _rank(coords: Mapping[str, int], mesh: Mapping[str, int]) -> int:
-    rank = 0
-    for axis, n in mesh.items():
-        rank = rank * n + coords[axis]
-    return rank
 
 
 def _graph(
@@ -219,20 +215,11 @@ def _graph(
     """A rank's graph on the mesh of its part, its data as inputs."""
     assert c.graph is not None
     graph = axes.on_mesh(c.graph, whole, c.rank)
-    graph = _with_inputs(graph, c, data)
-    if len(mesh) < len(whole):
-        graph = replace_mesh(graph, mesh)
-        graph.coords = {a: k for a, k in graph.coords.items() if a in mesh}
-    return graph
+    return on_part(_with_inputs(graph, c, data), mesh)
 
 
 def _with_inputs(graph: Graph, c: Captured, data: Mapping[Key, tuple[str, object]]) -> Graph:
-    nodes = list(graph.nodes)
-    for a in c.facts.arrivals:
-        node = nodes[a.ref.node]
-        if a.key in data and a.ref.out == 0 and len(node.outs) == 1:
-            nodes[a.ref.node] = replace(node, op="input", args=(), kwargs={}, name=data[a.key][0])
-    return unpacked(replace(graph, nodes=nodes))
+    return unpacked(as_inputs(graph, c.facts.arrivals, {key: name for key, (name, _) in data.items()}))
 
 
 def _program(launch: Launch, graph: Graph, found: Contract, first: Captured) -> Program:

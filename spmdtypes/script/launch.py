@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 
 # words in the names of options that say how many ranks work together
@@ -28,7 +28,6 @@ class Launch:
     module: bool = False
     reference_args: tuple[str, ...] | None = None
     steps: int = 1
-    overlay: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from torch import nn
 
 from spmdtypes.capture.raw import Raw, Res, View
 from spmdtypes.capture.run import local
+from spmdtypes.capture.shadow import views_in
 
 if TYPE_CHECKING:
     from spmdtypes.script.recorder import ScriptRecorder
@@ -103,7 +104,7 @@ class _Surveyor:
     def _outside(self, raw: Raw, token: int) -> Layer | None:
         """The one layer the step's tensors belong to."""
         views = (raw.args, tuple(raw.kwargs.values()))
-        taken = Counter(self.owner[v.storage] for v in _views(views) if v.storage in self.owner)
+        taken = Counter(self.owner[v.storage] for v in views_in(views) if v.storage in self.owner)
         if not taken:
             self.outside.add(token)
         scalars = (
@@ -118,14 +119,6 @@ class _Surveyor:
         for (name, index), done in self.steps.items():
             layers[name][index] = hash(tuple(done))
         return Survey(dict(layers), frozenset(self.outside))
-
-
-def _views(x: Any) -> Iterator[View]:
-    if type(x) is View:
-        yield x
-    elif type(x) is tuple:
-        for y in x:
-            yield from _views(y)
 
 
 def _numbers(x: Any) -> tuple[Any, ...]:

@@ -28,7 +28,7 @@ from spmdtypes.capture.run import Outputs, local
 from spmdtypes.capture.stacks import CLIP, LIBRARY, MODULE
 from spmdtypes.differential.widen import WIDE, WideRecorder
 from spmdtypes.script import lineage
-from spmdtypes.script.facts import Facts, Held, Key, Read, Replacement
+from spmdtypes.script.facts import Facts, Held, Key, Replacement
 
 # parts of names that wrappers add
 _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
@@ -269,7 +269,6 @@ class ScriptRecorder(WideRecorder):  # type: ignore[no-untyped-call]
             border += f" ({self._reads[place]})"
         with self.pause():
             self.snapshot(border, t)
-        self.facts.reads.append(Read(border, *place))
 
     # ---- the beginning
 
@@ -291,7 +290,11 @@ class ScriptRecorder(WideRecorder):  # type: ignore[no-untyped-call]
 
     def load(self) -> None:
         """The program begins: parameters and buffers become inputs."""
-        self._adopt(_roots(sys._getframe(1)))
+        self.start(roots_of(sys._getframe(1)))
+
+    def start(self, roots: list[tuple[str, nn.Module]]) -> None:
+        """The program begins with these modules."""
+        self._adopt(roots)
         self.loaded, self.building = True, False
 
     def _adopt(self, roots: list[tuple[str, nn.Module]]) -> None:
@@ -378,8 +381,12 @@ class ScriptRecorder(WideRecorder):  # type: ignore[no-untyped-call]
             for p in parameters:
                 name = self.names_of.get(id(p))
                 if name is not None and p.grad is not None and f"grad:{name}" not in self.outputs.views:
-                    self.snapshot(f"grad:{name}", p.grad)
-                    self.values_of[f"grad:{name}"] = _as_placed(p.grad, p)
+                    self.gradient(f"grad:{name}", p)
+
+    def gradient(self, border: str, p: Any) -> None:
+        """Note the gradient of a parameter, and its value as an optimizer reads it."""
+        self.snapshot(border, p.grad)
+        self.values_of[border] = _as_placed(p.grad, p)
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self.loaded and not self.paused:
@@ -411,9 +418,7 @@ class ScriptRecorder(WideRecorder):  # type: ignore[no-untyped-call]
     def snapshot(self, border: str, t: Any) -> None:
         """What `t` holds now is the border's value."""
         if hasattr(t, "placements"):
-            pairs = _placements(t)
-            self.facts.placements[border] = pairs
-            self.outputs.placements[border] = dict(pairs)
+            self.outputs.placements[border] = dict(_placements(t))
         with self.pause():
             plain = local(t)
             view = self.view(plain)
@@ -474,7 +479,7 @@ def _joined(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
-def _roots(frame: FrameType | None) -> list[tuple[str, nn.Module]]:
+def roots_of(frame: FrameType | None) -> list[tuple[str, nn.Module]]:
     """The modules alive that are no part of others and hold tensors, with a name for each: the script's
     variable. A single one needs none."""
     gc.collect()

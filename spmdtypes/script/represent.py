@@ -12,7 +12,8 @@ from torch import Tensor
 from spmdtypes.drive import short_dtype
 from spmdtypes.notation import Dim, Type
 from spmdtypes.script import stitch
-from spmdtypes.script.contract import _CERTAIN, _SHARD, Contract
+from spmdtypes.script.axes import axes_named
+from spmdtypes.script.contract import CERTAIN, Contract, placed_dims
 from spmdtypes.script.facts import Facts, Held, Key
 from spmdtypes.script.fakes import Captured, meta
 from spmdtypes.script.stitch import Parts, Whole
@@ -79,14 +80,12 @@ def _held(
         if held.buffer and held.value.shape != whole.value.shape:
             continue  # a cache of its own
         cut = [a for d in t.dims or () for a in d.axes]
-        stated = {a for p, q in held.placements or () if q != "R" for a in _axes_of(p, seen.mesh, sites)}
+        stated = {a for p, q in held.placements or () if q != "R" for a in axes_named(p, seen.mesh, sites)}
         if set(cut) - stated and held.cut is None:
             guessed.append(name)
         likely.update(cut)
         found.held[name] = Whole(t, meta([int(d.size) for d in t.dims or ()], held.value.dtype))
-    if guessed:
-        shown = ", ".join(guessed[:3]) + (f" and {len(guessed) - 3} more" if len(guessed) > 3 else "")
-        found.assumptions.append(f"how {shown} are cut is read off their sizes")
+    found.read_off_sizes(guessed)
 
 
 def _shape(h: Held) -> Shape:
@@ -107,28 +106,15 @@ def parameter_type(
     if held.placements is None:
         outer = _by_sizes(held.value, whole, mesh, held.cut, likely, apart)
         return None if outer is None else Type(tuple(Dim(n, a) for n, a in zip(whole, outer)), dtype)
-    inner: list[list[str]] = [[] for _ in held.shape]
-    stated: set[str] = set()
-    pairs = list(held.placements)
-    strided = [p for p in pairs if "Strided" in p[1] or p[1].startswith("_S")]
-    for axis, placement in [p for p in pairs if p not in strided] + strided:
-        axes = _axes_of(axis, mesh, sites)
-        stated.update(axes)
-        m = _SHARD.match(placement)
-        if m and axes:
-            inner[int(m.group(1))] += [a for a in axes if mesh[a] > 1]
-        elif m or placement.startswith("P"):
-            return None
+    inner = placed_dims(held, mesh, sites)
+    if inner is None:
+        return None
+    stated = {a for axis, _ in held.placements for a in axes_named(axis, mesh, sites)}
     rest = {a: n for a, n in mesh.items() if a not in stated}
     outer = _by_sizes(meta(held.shape, held.value.dtype), whole, rest, held.cut, likely, apart)
     if outer is None:
         return None
     return Type(tuple(Dim(n, (*o, *i)) for n, o, i in zip(whole, outer, inner)), dtype)
-
-
-def _axes_of(axis: str, mesh: Mapping[str, int], sites: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """The mesh axes that the axis of a DTensor's mesh stands for."""
-    return (axis,) if axis in mesh else sites.get(f"mesh_{axis}", ())
 
 
 def _by_sizes(
@@ -141,7 +127,7 @@ def _by_sizes(
 ) -> tuple[tuple[str, ...], ...] | None:
     if tuple(part.shape) == whole:
         return ((),) * len(whole)
-    ways = stitch._ways(_Shapes((part,), mesh), whole, cut, apart, likely)
+    ways = stitch.ways(_Shapes((part,), mesh), whole, cut, apart, likely)
     return next((w for w in ways if _even(w, whole, mesh)), None)
 
 
@@ -160,16 +146,14 @@ def _data(found: Contract, seen: Representatives, native: Facts) -> None:
         apart.setdefault(a.group, set()).update(seen.apart(a.key))
     for a in seen.first.facts.arrivals:
         there = theirs.get(a.key)
-        if a.value is None or a.key.op.startswith(_CERTAIN):
+        if a.value is None or a.key.op.startswith(CERTAIN):
             continue
         whole = tuple(there.value.shape) if there is not None and there.value is not None else None
         t = data_type(a.value, whole, [x for x in seen.mesh if x in apart[a.group]], seen.mesh)
         if t is None:
             continue
-        name = f"data of line {a.line}" if a.line else f"batch {a.key.nth} of the data loader"
-        taken = sum(n.startswith(name) for n, _ in found.data.values())
         value = meta([int(d.size) for d in t.dims or ()], a.value.dtype)
-        found.data[a.key] = (f"{name} ({taken + 1})" if taken else name, Whole(t, value))
+        found.name_data(a.key, a.line, Whole(t, value))
 
 
 def data_type(
@@ -183,15 +167,9 @@ def data_type(
         return Type(tuple(Dim(n) for n in shape), short_dtype(part.dtype)) if whole == shape else None
     if not shape:
         return None
-    dims: list[list[str]] = [[] for _ in shape]
-    for d, (n, total) in enumerate(zip(shape, whole or ())):
-        ratio = total // n if n and total % n == 0 and len(whole or ()) == len(shape) else 1
-        if ratio > 1:
-            chosen = stitch._product(left, ratio, mesh)
-            if chosen is None:
-                return None
-            dims[d] += chosen
-            left = [a for a in left if a not in chosen]
-    dims[0] = [a for a in mesh if a in dims[0] or a in left]
+    cut = stitch.batch_dims(shape, whole, left, mesh)
+    if cut is None:
+        return None
+    dims, _ = cut
     sizes = [n * prod(mesh[a] for a in axes) for n, axes in zip(shape, dims)]
     return Type(tuple(Dim(n, tuple(a)) for n, a in zip(sizes, dims)), short_dtype(part.dtype))

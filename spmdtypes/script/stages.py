@@ -8,7 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
+from spmdtypes.checker import replace_mesh
 from spmdtypes.core.simulate import coordinates
+from spmdtypes.graph import Graph
 from spmdtypes.script.facts import Facts, ScriptOutcome
 from spmdtypes.script.stitch import Parts
 
@@ -49,6 +51,13 @@ def common(ranks: Sequence[int], mesh: Mapping[str, int]) -> Mapping[str, int] |
     coords = coordinates(mesh)
     free = {a: n for a, n in mesh.items() if len({coords[r][a] for r in ranks}) == n}
     return free if prod(free.values()) == len(ranks) else None
+
+
+def on_part(graph: Graph, mesh: Mapping[str, int]) -> Graph:
+    """A graph seen on the mesh of its part."""
+    if len(mesh) == len(graph.mesh):
+        return graph
+    return replace(replace_mesh(graph, mesh), coords={a: c for a, c in graph.coords.items() if a in mesh})
 
 
 # ---- lists of modules that every rank numbers from 0

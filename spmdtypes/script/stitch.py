@@ -54,7 +54,6 @@ class Whole:
     type: Type
     value: Tensor
     parted: tuple[str, ...] = ()
-    certain: bool = True
 
 
 def replicated(value: Tensor, parted: tuple[str, ...] = ()) -> Whole:
@@ -68,16 +67,16 @@ def parameter(parts: Parts, whole: Sequence[int], cut: int | None, likely: Seque
     differing = parts.differing
     if tuple(first.shape) == tuple(whole):
         return replicated(first, differing)
-    for dims in _ways(parts, whole, cut, differing, likely):
+    for dims in ways(parts, whole, cut, differing, likely):
         found = _put_together(parts, dims, whole)
         if found is not None:
             axes = {a for cut_by in dims for a in cut_by}
             left = tuple(a for a in differing if a not in axes)
-            return Whole(found.type, found.value, left, certain=len(axes) < 2)
+            return Whole(found.type, found.value, left)
     return None
 
 
-def _ways(
+def ways(
     parts: Parts, whole: Sequence[int], cut: int | None, differing: Sequence[str], likely: Sequence[str]
 ) -> list[tuple[tuple[str, ...], ...]]:
     """Axes for every dim that explain the sizes, the most plausible first."""
@@ -90,8 +89,8 @@ def _ways(
         fitting: list[tuple[str, ...]] = []
         for k in range(len(axes) + 1):
             for chosen in itertools.combinations(axes, k):
-                ways = prod(parts.mesh[a] for a in chosen)
-                if (not chosen and n == total) or (chosen and n < total and -(-total // ways) == n):
+                blocks = prod(parts.mesh[a] for a in chosen)
+                if (not chosen and n == total) or (chosen and n < total and -(-total // blocks) == n):
                     fitting.append(chosen)
         options.append(fitting)
     found = [c for c in itertools.product(*options) if len({a for d in c for a in d}) == sum(map(len, c))]
@@ -128,23 +127,36 @@ def data(parts: Parts, native: Tensor | None, differing: Sequence[str]) -> Whole
         return replicated(first) if fits and not _same(native.to(first.dtype), first) else None  # type: ignore[union-attr]
     if not first.ndim:
         return None
-    dims: list[list[str]] = [[] for _ in first.shape]
-    if native is not None and native.ndim == first.ndim:
-        for d, (n, total) in enumerate(zip(first.shape, native.shape)):
-            ratio = total // n if n and total % n == 0 else 0
-            if ratio > 1:
-                chosen = _product(differing, ratio, parts.mesh)
-                if chosen is None:
-                    return None
-                dims[d] += chosen
-                differing = [a for a in differing if a not in chosen]
-    dims[0] = [a for a in parts.mesh if a in dims[0] or a in differing]
+    cut = batch_dims(first.shape, native.shape if native is not None else None, differing, parts.mesh)
+    if cut is None:
+        return None
+    dims, left = cut
     whole = [n * prod(parts.mesh[a] for a in axes) for n, axes in zip(first.shape, dims)]
     found = _put_together(parts, dims, whole)
-    if found is None or native is None or not any(dims[1:]) or differing:
+    if found is None or native is None or not any(dims[1:]) or left:
         return found
     as_blocks = native.shape != found.value.shape or _same(native, found.value)
     return found if as_blocks else None  # else dealt in another order
+
+
+def batch_dims(
+    shape: Sequence[int], native: Sequence[int] | None, differing: Sequence[str], mesh: Mapping[str, int]
+) -> tuple[list[list[str]], list[str]] | None:
+    """Axes that cut each dim of a batch of at least one dim, and those of them that no size of the native
+    run shows: these cut the first dim. None: no axes along which it differs explain a size."""
+    dims: list[list[str]] = [[] for _ in shape]
+    left = list(differing)
+    if native is not None and len(native) == len(shape):
+        for d, (n, total) in enumerate(zip(shape, native)):
+            ratio = total // n if n and total % n == 0 else 0
+            if ratio > 1:
+                chosen = _product(left, ratio, mesh)
+                if chosen is None:
+                    return None
+                dims[d] += chosen
+                left = [a for a in left if a not in chosen]
+    dims[0] = [a for a in mesh if a in dims[0] or a in left]
+    return dims, left
 
 
 def _product(axes: Sequence[str], ratio: int, mesh: Mapping[str, int]) -> list[str] | None:
